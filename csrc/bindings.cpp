@@ -1,0 +1,43 @@
+// Where Python meets C++: what was built, and the schemas of the operators. It binds, and nothing else.
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
+
+namespace py = pybind11;
+
+// The MHA_EXT_* strings come from setup.py.
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "What mha_ext._C was built with; importing it registers the operators torch.ops.mha_ext.*";
+  m.def("build_info", [] {
+    py::dict info;
+    info["torch"] = MHA_EXT_TORCH_VERSION;
+    info["python"] = PY_VERSION;
+    info["compiler"] = MHA_EXT_COMPILER;
+    info["cuda"] = MHA_EXT_CUDA_VERSION;  // empty: no CUDA kernels
+    info["architectures"] = MHA_EXT_ARCHITECTURES;
+    return info;
+  });
+}
+
+TORCH_LIBRARY(mha_ext, m) {
+  m.def(
+      "qkv_split(Tensor packed, Tensor? bias, int num_heads, int num_kv_heads)"
+      " -> (Tensor query, Tensor key, Tensor value)");
+  m.def(
+      "qkv_merge(Tensor grad_query, Tensor grad_key, Tensor grad_value, bool bias_grad)"
+      " -> (Tensor grad_packed, Tensor grad_bias)");
+  m.def(
+      "matmul(Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, int num_heads_out,"
+      " ScalarType out_dtype, bool allow_tf32) -> Tensor");
+  m.def(
+      "masked_softmax(Tensor scores, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets,"
+      " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, int q_offset, int window_left,"
+      " int window_right, float softcap, float dropout_p, ScalarType out_dtype, bool return_stats)"
+      " -> (Tensor weights, Tensor dropped, Tensor lse, Tensor max_score, Tensor entropy)");
+  m.def(
+      "masked_softmax_backward(Tensor? grad_weights, Tensor? grad_dropped, Tensor? grad_lse,"
+      " Tensor weights, Tensor? scores, Tensor lse, Tensor? q_offsets, Tensor? sinks, Tensor? rng_state,"
+      " int q_offset, float softcap, float dropout_p, ScalarType grad_dtype, bool bias_grad,"
+      " bool sink_grad, bool slope_grad)"
+      " -> (Tensor grad_scores, Tensor grad_bias, Tensor grad_sink_rows, Tensor grad_slope_rows)");
+}
