@@ -1,0 +1,208 @@
+"""Which implementation computes a call: an ordered list of backends, each with named checks that say why not.
+
+The first backend that accepts a call takes it. A name given by the `backend` argument, by `use_backend` or by
+the environment variable MHA_EXT_BACKEND (in this order) is binding: where that backend refuses, the call
+fails with its reason.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from .call import AttentionCall, make_call
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Explanation",
+    "available",
+    "choose",
+    "explain",
+    "has_kernels",
+    "use_backend",
+]
+
+Check = Callable[[AttentionCall, bool], str | None]  # (call, asked for by name) -> None, or why not
+
+
+class Backend(NamedTuple):
+    """A way to compute attention, and the checks that a call must pass to go there."""
+
+    name: str
+    description: str
+    checks: tuple[tuple[str, Check], ...]
+
+    def refusal(self, call: AttentionCall, by_name: bool) -> str | None:
+        """None if this backend takes the call, else the name of the failed check and its reason."""
+        for name, check in self.checks:
+            reason = check(call, by_name)
+            if reason is not None:
+                return f"{name}: {reason}"
+        return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_kernels(device: torch.device) -> bool:
+    """Whether the compiled extension has kernels for tensors on this kind of device."""
+    from ._extension import extension
+
+    if extension is None or device.type not in ("cuda", "cpu"):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key("mha_ext::matmul", device.type.upper())
+
+
+def _kernels(call: AttentionCall, by_name: bool) -> str | None:
+    device = call.query.device
+    if device.type == "cpu" and not by_name:
+        return "CPU tensors run through CUDA kernels only on the simulated GPU of the tests, and only by name"
+    if not has_kernels(device):
+        return f"this build has no kernels for {device.type} tensors ({_build()})"
+    return None
+
+
+def _capability(call: AttentionCall, by_name: bool) -> str | None:
+    return _capability_refusal(call.query.device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability_refusal(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return (
+        None
+        if capability >= (8, 0)
+        else f"compute capability 8.0 or newer is needed, this GPU has {capability}"
+    )
+
+
+def _transforms(call: AttentionCall, by_name: bool) -> str | None:
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms differentiate plain PyTorch"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives go through plain PyTorch"
+    return None
+
+
+def _build() -> str:
+    from ._extension import extension, why_missing
+
+    if extension is None:
+        return why_missing
+    return "built with CUDA" if extension.build_info()["cuda"] else "built without CUDA"
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        "unfused",
+        "CUDA kernels for scores, masked softmax and output",
+        (("kernels", _kernels), ("compute capability", _capability), ("transforms", _transforms)),
+    ),
+    Backend("reference", "plain PyTorch, on every device", ()),
+)
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+
+def _known(name: Any, source: str) -> str:
+    if name not in _BY_NAME:
+        raise ValueError(f"{source}: expected one of {', '.join(_BY_NAME)}, got {name!r}")
+    return str(name)
+
+
+_requested: str | None = None
+_environment: str | None = os.environ.get("MHA_EXT_BACKEND") or None
+if _environment is not None:
+    _known(_environment, "environment variable MHA_EXT_BACKEND")
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Compute everything within this context by the named backend, in all threads (as `sdpa_kernel`)."""
+    global _requested
+    before, _requested = _requested, _known(name, "use_backend")
+    try:
+        yield
+    finally:
+        _requested = before
+
+
+def requested(argument: str | None = None) -> str | None:
+    """The name asked for by argument, context or environment."""
+    if argument is not None:
+        return _known(argument, "backend")
+    return _requested or _environment
+
+
+def choose(call: AttentionCall, backend: str | None = None) -> str:
+    """The name of the backend that takes this call; ValueError where the requested one refuses."""
+    name = requested(backend)
+    if name is not None:
+        refusal = _BY_NAME[name].refusal(call, True)
+        if refusal is not None:
+            raise ValueError(f"backend: {name!r} does not take this call: {refusal}")
+        return name
+    return next(candidate.name for candidate in BACKENDS if candidate.refusal(call, False) is None)
+
+
+def parts_use_kernels(device: torch.device) -> bool:
+    """Whether the parts run as kernels on this device, here and now."""
+    name = requested()
+    if name is None:
+        return device.type != "cpu" and has_kernels(device) and _capability_refusal(device) is None
+    if name == "reference":
+        return False
+    if not has_kernels(device):
+        raise ValueError(f"backend: {name!r} has no kernels for {device.type} tensors ({_build()})")
+    return True
+
+
+class Explanation(NamedTuple):
+    """Which backend a call takes (None: the requested one refuses), and why each other one does not."""
+
+    backend: str | None
+    reasons: dict[str, str | None]  # None: would take it
+
+    def __str__(self) -> str:
+        lines = []
+        for name, reason in self.reasons.items():
+            mark = "->" if name == self.backend else "  "
+            state = (
+                "takes this call"
+                if name == self.backend
+                else reason or "would take this call, but is not chosen"
+            )
+            lines.append(f"{mark} {name}: {state}")
+        return "\n".join(lines)
+
+
+def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Say which backend `mha_ext.attention` with these arguments takes, and why each other one refused.
+
+    Examples
+    --------
+    >>> import torch, mha_ext
+    >>> q = torch.randn(1, 2, 4, 8)
+    >>> mha_ext.backends.explain(q, q, q, is_causal=True).backend
+    'reference'
+    """
+    call = make_call(*args, **kwargs)
+    name = requested(backend)
+    reasons = {candidate.name: candidate.refusal(call, candidate.name == name) for candidate in BACKENDS}
+    chosen = name or next(key for key, reason in reasons.items() if reason is None)
+    return Explanation(chosen if reasons[chosen] is None else None, reasons)
+
+
+def available() -> dict[str, str | None]:
+    """Per backend None if it can run on this machine, else why not."""
+    reason: str | None = None
+    if not torch.cuda.is_available():
+        reason = f"torch sees no CUDA GPU ({_build()})"
+    elif not has_kernels(torch.device("cuda")):
+        reason = f"no CUDA kernels ({_build()})"
+    else:
+        reason = _capability_refusal(torch.device("cuda", torch.cuda.current_device()))
+    return {"unfused": reason, "reference": None}

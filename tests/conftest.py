@@ -1,0 +1,38 @@
+"""Where the kernels run: on a real GPU if there is one, else on the simulated GPU, on CPU tensors."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import mha_ext
+
+settings.register_profile(
+    "mha_ext", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("mha_ext")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def _kernel_device() -> str:
+    if mha_ext.backends.available()["unfused"] is None:
+        return "cuda"
+    if os.environ.get("MHA_EXT_TEST_GPU"):
+        pytest.fail(f"a GPU was asked for: {mha_ext.backends.available()['unfused']}")
+    gpusim = pytest.importorskip("tests.gpusim", reason="no GPU, and no simulated GPU")
+    gpusim.load()
+    return "cpu"
+
+
+@pytest.fixture
+def kernels(_kernel_device: str) -> Iterator[str]:
+    """The device type whose tensors torch.ops.mha_ext takes, with the backend set to those kernels."""
+    with mha_ext.backends.use_backend("unfused"):
+        yield _kernel_device
