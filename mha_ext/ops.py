@@ -29,23 +29,17 @@ def _allow_tf32(x: Tensor) -> bool:
 # --- fakes ----------------------------------------------------------------------------------------
 
 
-def _fake_qkv_split(
-    packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, ...]:
+def _fake_qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
     batch, seqlen, columns = packed.shape
     head_dim = columns // (num_heads + 2 * num_kv_heads)
     heads = (num_heads, num_kv_heads, num_kv_heads)
     return tuple(packed.new_empty((batch, h, seqlen, head_dim)) for h in heads)
 
 
-def _fake_qkv_merge(
-    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, bias_grad: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_qkv_merge(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
     batch, heads, seqlen, head_dim = grad_query.shape
     columns = (heads + 2 * grad_key.shape[1]) * head_dim
-    return grad_query.new_empty((batch, seqlen, columns)), grad_query.new_empty(
-        (columns if bias_grad else 0,)
-    )
+    return grad_query.new_empty((batch, seqlen, columns)), grad_query.new_empty((columns if bias_grad else 0,))
 
 
 def _fake_matmul(
@@ -147,9 +141,7 @@ class _QkvMerge(torch.autograd.Function):
     """The transpose of the split, and its derivative is the split again."""
 
     @staticmethod
-    def forward(
-        grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, bias_grad: bool
-    ) -> tuple[Tensor, ...]:
+    def forward(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, bias_grad: bool) -> tuple[Tensor, ...]:
         grads = (_unit_stride(x) for x in (grad_query, grad_key, grad_value))
         return torch.ops.mha_ext.qkv_merge(*grads, bias_grad)
 
@@ -164,9 +156,7 @@ class _QkvMerge(torch.autograd.Function):
         return *_QkvSplit.apply(grad_packed, bias, ctx.num_heads, ctx.num_kv_heads), None
 
 
-def qkv_split(
-    packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.qkv_split` by one kernel that reads and writes once."""
     return _QkvSplit.apply(packed, bias, num_heads, num_kv_heads)
 
@@ -212,15 +202,11 @@ class _Matmul(torch.autograd.Function):
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
             grad_a = (
-                product(b, grad, transpose_b, True, a)
-                if transpose_a
-                else product(grad, b, False, not transpose_b, a)
+                product(b, grad, transpose_b, True, a) if transpose_a else product(grad, b, False, not transpose_b, a)
             )
         if ctx.needs_input_grad[1]:
             grad_b = (
-                product(grad, a, True, transpose_a, b)
-                if transpose_b
-                else product(a, grad, not transpose_a, False, b)
+                product(grad, a, True, transpose_a, b) if transpose_b else product(a, grad, not transpose_a, False, b)
             )
         return grad_a, grad_b, None, None, None, None, None, None
 
@@ -344,9 +330,7 @@ class _MaskedSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_weights, grad_dropped, grad_lse = grads[:3]
-        scores, attn_mask, alibi_slopes, sinks, key_lengths, q_offset, rng_state, weights, lse = (
-            ctx.saved_tensors
-        )
+        scores, attn_mask, alibi_slopes, sinks, key_lengths, q_offset, rng_state, weights, lse = ctx.saved_tensors
         if ctx.dropout_p == 0:
             grad_dropped = None
         rule = ctx.rule._replace(
@@ -391,9 +375,7 @@ def _differentiable_gradients(
         if given and wanted
         else [None] * len(wanted)
     )
-    return tuple(
-        next(gradients) if needed else None for _, needed in zip(inputs, needs_input_grad, strict=False)
-    )
+    return tuple(next(gradients) if needed else None for _, needed in zip(inputs, needs_input_grad, strict=False))
 
 
 def masked_softmax(
@@ -459,9 +441,7 @@ class _UnfusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_output, grad_lse, grad_weights = grads[:3]
-        query, key, value, attn_mask, alibi_slopes, sinks, key_lengths, q_offset, rng_state, *saved = (
-            ctx.saved_tensors
-        )
+        query, key, value, attn_mask, alibi_slopes, sinks, key_lengths, q_offset, rng_state, *saved = ctx.saved_tensors
         lse, weights, dropped, scores = saved
         rule = ctx.rule._replace(
             attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths,
@@ -494,9 +474,7 @@ class _UnfusedAttention(torch.autograd.Function):
                 probabilities = dropped if dropout else weights
                 grad_value = _product(probabilities, grad_output, True, False, 1.0, heads_kv, dtype, tf32)
             grad_probabilities = _product(grad_output, value, False, True, 1.0, heads, compute, tf32)
-        if (
-            not dropout and grad_probabilities is not None
-        ):  # the returned weights are those that made the output
+        if not dropout and grad_probabilities is not None:  # the returned weights are those that made the output
             grad_weights = grad_probabilities if grad_weights is None else grad_probabilities + grad_weights
             grad_probabilities = None
         grad_scores, *grad_rule = _softmax_backward(
@@ -508,6 +486,11 @@ class _UnfusedAttention(torch.autograd.Function):
         if needs_key:
             grad_key = _product(grad_scores, query, True, False, ctx.scale, heads_kv, dtype, tf32)
         return grad_query, grad_key, grad_value, *grad_rule, None, None, None, None, None, None
+
+
+@torch.compiler.allow_in_graph  # a leaf for torch.compile, whose derivative AOT autograd traces
+def _apply_unfused_attention(*arguments: Any) -> tuple[Tensor, ...]:
+    return _UnfusedAttention.apply(*arguments)[:5]
 
 
 def unfused_attention(
@@ -524,10 +507,10 @@ def unfused_attention(
     if visible is not None:  # 0 * NaN is NaN, so what is hidden from every query leaves the products
         key, value = key.masked_fill(~visible, 0), value.masked_fill(~visible, 0)
     rng_state = reference.draw_rng_state(query.device) if dropout_p > 0 else None
-    output, lse, weights, max_score, entropy, _, _ = _UnfusedAttention.apply(
-        query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks, rule, dropout_p, scale, rng_state,
-        return_stats, _allow_tf32(query),
-    )  # fmt: skip
+    arguments = (rule, dropout_p, scale, rng_state, return_stats, _allow_tf32(query))
+    output, lse, weights, max_score, entropy = _apply_unfused_attention(
+        query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks, *arguments
+    )
     return AttentionResult(output, lse, weights, max_score, entropy)
 
 
