@@ -166,6 +166,8 @@ def masked_softmax(
         key_lengths=key_lengths,
     )  # fmt: skip
     if softcap is not None:
+        if visible is not None:  # tanh's derivative at a hidden NaN is NaN
+            scores = scores.masked_fill(~visible, 0)
         scores = softcap * torch.tanh(scores / softcap)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask.masked_fill(attn_mask == -math.inf, 0).to(scores.dtype)
@@ -186,6 +188,8 @@ def masked_softmax(
     empty = total == 0  # sees no key
     total = total.masked_fill(empty, 1)
     weights = exponentials / total[..., None]
+    if visible is not None:
+        weights = weights.masked_fill(~visible, 0)  # in a NaN row too
     lse = (shift + torch.log(total)).masked_fill(empty, -math.inf)
     entropy = torch.special.entr(weights.detach()).sum(-1)
 
