@@ -149,9 +149,9 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """Convert a `torch.nn.MultiheadAttention`, with copies of its parameters.
 
-        Dtype, device, training mode, dropout and frozen parameters are kept. The result is batch-first whatever
-        `module.batch_first` says, returns weights only when asked, and its masks say True where a key takes part
-        (torch's say it where a key is hidden).
+        Dtype, device, training mode and dropout are kept; a module that is frozen as a whole stays frozen. The result
+        is batch-first whatever `module.batch_first` says, returns weights only when asked, and its masks say True
+        where a key takes part (torch's say it where a key is hidden).
 
         Raises
         ------

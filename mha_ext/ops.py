@@ -488,7 +488,8 @@ class _UnfusedAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, *grad_rule, None, None, None, None, None, None
 
 
-@torch.compiler.allow_in_graph  # a leaf for torch.compile, whose derivative AOT autograd traces
+# A leaf for torch.compile, whose derivative AOT autograd traces.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _apply_unfused_attention(*arguments: Any) -> tuple[Tensor, ...]:
     return _UnfusedAttention.apply(*arguments)[:5]
 
