@@ -73,11 +73,7 @@ def _capability_refusal(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    return (
-        None
-        if capability >= (8, 0)
-        else f"compute capability 8.0 or newer is needed, this GPU has {capability}"
-    )
+    return None if capability >= (8, 0) else f"compute capability 8.0 or newer is needed, this GPU has {capability}"
 
 
 def _transforms(call: AttentionCall, by_name: bool) -> str | None:
@@ -170,11 +166,7 @@ class Explanation(NamedTuple):
         lines = []
         for name, reason in self.reasons.items():
             mark = "->" if name == self.backend else "  "
-            state = (
-                "takes this call"
-                if name == self.backend
-                else reason or "would take this call, but is not chosen"
-            )
+            state = "takes this call" if name == self.backend else reason or "would take this call, but is not chosen"
             lines.append(f"{mark} {name}: {state}")
         return "\n".join(lines)
 

@@ -25,6 +25,11 @@ class AttentionCall(NamedTuple):
     leading: torch.Size  # query's axes before (length, head dim), to be given back to the results
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast chooses the dtypes where x lives."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def make_call(
     query: Any,
     key: Any,
@@ -50,9 +55,7 @@ def make_call(
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
         if x.dim() < 2:
-            raise ValueError(
-                f"{name}: expected at least 2 dimensions (length, head dim), got shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"{name}: expected at least 2 dimensions (length, head dim), got shape {tuple(x.shape)}")
     check_bool("enable_gqa", enable_gqa)
     check_bool("return_lse", return_lse)
     check_bool("return_weights", return_weights)
@@ -60,16 +63,13 @@ def make_call(
     if deterministic is not None:
         check_bool("deterministic", deterministic)
 
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
+    if autocasts(query) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     for name, x in (("key", key), ("value", value)):
         check_alike(name, x, "query", query)
         if x.dim() != query.dim():
-            raise ValueError(
-                f"{name}: expected {query.dim()} dimensions as query, got shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"{name}: expected {query.dim()} dimensions as query, got shape {tuple(x.shape)}")
 
     leading = query.shape[:-2]
     if query.dim() != 4:
@@ -96,9 +96,7 @@ def make_call(
     )
 
 
-def _four_axes(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any
-) -> tuple[Tensor, Tensor, Tensor, Any]:
+def _four_axes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
     """(L, D) and (B, L, D) have one head; of more than four axes all but the last three are batch."""
     leading = query.shape[:-2]
     for name, x in (("key", key), ("value", value)):

@@ -25,16 +25,12 @@ def check_tensor(
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(x)}")
     if x.is_nested or x.layout != torch.strided:
-        raise TypeError(
-            f"{name}: expected a dense (strided) tensor, got layout {x.layout}, nested: {x.is_nested}"
-        )
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {x.layout}, nested: {x.is_nested}")
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected a dtype among {names}, got {x.dtype}")
     if dims is not None and x.dim() not in dims:
-        raise ValueError(
-            f"{name}: expected {' or '.join(map(str, dims))} dimensions, got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{name}: expected {' or '.join(map(str, dims))} dimensions, got shape {tuple(x.shape)}")
 
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> None:

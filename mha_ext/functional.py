@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import backends, ops, reference
-from .call import AttentionCall, make_call
+from .call import AttentionCall, autocasts, make_call
 from .checks import FLOATING, check_alike, check_heads, check_int, check_real, check_shape, check_tensor
 from .reference import AttentionResult, SoftmaxResult, accumulate_dtype_of, default_scale
 from .score_rule import make_score_rule
@@ -132,7 +132,7 @@ def attention(
         deterministic=deterministic,
     )  # fmt: skip
     name = backends.choose(call, backend)
-    if torch.is_autocast_enabled(query.device.type):  # the inputs are cast; statistics stay in fp32
+    if autocasts(query):  # the inputs are cast; statistics stay in fp32
         with torch.autocast(query.device.type, enabled=False):
             result = _compute(call, name)
     else:
@@ -317,9 +317,7 @@ def masked_softmax(
     dtype = scores.dtype if dtype is None else dtype
     compute = accumulate_dtype_of(scores.dtype)
     if dtype not in FLOATING or (dtype != scores.dtype and accumulate_dtype_of(dtype) != compute):
-        raise TypeError(
-            f"dtype: expected {scores.dtype} or another floating dtype of its precision, got {dtype}"
-        )
+        raise TypeError(f"dtype: expected {scores.dtype} or another floating dtype of its precision, got {dtype}")
     dropout_p = check_real("dropout_p", dropout_p, low=0, high=1)
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     rule = make_score_rule(

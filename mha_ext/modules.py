@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import functional
+from .call import autocasts
 from .checks import FLOATING, check_alike, check_bool, check_int, check_real, check_shape, check_tensor
 from .state_dicts import adopt_known_layout, torch_state_dict
 
@@ -286,11 +287,11 @@ class MultiHeadAttention(nn.Module):
         for name, x in (("key", key), ("value", value)):
             if x.dim() != query.dim() or x.shape[:-2] != query.shape[:-2]:
                 raise ValueError(f"{name}: expected the batch of query {tuple(query.shape)}, got {tuple(x.shape)}")
-            check_alike(name, x, "query", query, dtype=not _autocast(query))
+            check_alike(name, x, "query", query, dtype=not autocasts(query))
         if key.shape[-2] != value.shape[-2]:
             raise ValueError(f"value: expected the length of key {tuple(key.shape)}, got {tuple(value.shape)}")
         projection = self.qkv_proj if self.packed else self.q_proj
-        if _is_bare_linear(projection) and not _autocast(query) and projection.weight.dtype != query.dtype:
+        if _is_bare_linear(projection) and not autocasts(query) and projection.weight.dtype != query.dtype:
             raise ValueError(f"query: expected dtype {projection.weight.dtype} as the parameters, got {query.dtype}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -393,8 +394,3 @@ def _is_bare_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
         and not (module._backward_pre_hooks or module._backward_hooks)
         and not _has_any_global_hook()
     )
-
-
-def _autocast(x: Tensor) -> bool:
-    """Whether autocast chooses the dtypes where x lives."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

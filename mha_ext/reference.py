@@ -89,9 +89,7 @@ def attention(
     group = query.shape[1] // max(key.shape[1], 1)
     rule: dict[str, Any] = {"window": window, "q_offset": q_offset, "key_lengths": key_lengths}
     visible = visibility(query.shape[2], key.shape[2], query.device, attn_mask, is_causal=is_causal, **rule)
-    if (
-        visible is not None
-    ):  # 0 * NaN is NaN: what may be hidden must be finite, and is judged where it is seen
+    if visible is not None:  # 0 * NaN is NaN: what may be hidden must be finite, and is judged where it is seen
         bad_key, bad_value = (~x.isfinite().all(-1) for x in (k, v))
         k, v = k.masked_fill(bad_key[..., None], 0), v.masked_fill(bad_value[..., None], 0)
 
@@ -115,9 +113,7 @@ def attention(
     )
 
 
-def qkv_split(
-    packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """packed (B, L, (Hq + 2 Hkv) D) + bias -> query (B, Hq, L, D), key and value (B, Hkv, L, D)."""
     packed = packed if bias is None else packed + bias
     heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1)).transpose(1, 2)
@@ -140,9 +136,7 @@ def attention_output(weights: Tensor, value: Tensor) -> Tensor:
     batch, num_heads, seqlen_q, seqlen_kv = weights.shape
     num_heads_kv, head_dim = value.shape[1], value.shape[3]
     rows = num_heads // max(num_heads_kv, 1) * seqlen_q
-    return (weights.reshape(batch, num_heads_kv, rows, seqlen_kv) @ value).reshape(
-        batch, num_heads, seqlen_q, head_dim
-    )
+    return (weights.reshape(batch, num_heads_kv, rows, seqlen_kv) @ value).reshape(batch, num_heads, seqlen_q, head_dim)
 
 
 def masked_softmax(

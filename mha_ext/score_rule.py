@@ -86,8 +86,7 @@ def _mask(shape: tuple[int, int, int, int], like: Tensor, attn_mask: Any, comput
     )
     if not fits:
         raise ValueError(
-            f"attn_mask: expected a shape that broadcasts to (B, Hq, Lq, Lk) = {shape}, "
-            f"got {tuple(attn_mask.shape)}"
+            f"attn_mask: expected a shape that broadcasts to (B, Hq, Lq, Lk) = {shape}, got {tuple(attn_mask.shape)}"
         )
     mask: Tensor = attn_mask[(None,) * (4 - attn_mask.dim())]
     if mask.dtype == torch.float64 and compute == torch.float32:  # finite must not round to -inf, which hides
