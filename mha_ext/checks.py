@@ -47,13 +47,13 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: 
         raise ValueError(f"{name}: expected dtype {other.dtype} as {other_name}, got {x.dtype}")
 
 
-def check_heads(num_heads: int, num_heads_kv: int) -> None:
+def check_heads(num_heads: int, num_heads_kv: int, name: str = "query", name_kv: str = "key") -> None:
     """Query heads are a multiple of key/value heads."""
     if num_heads_kv == 0 and num_heads == 0:
         return
     if num_heads_kv == 0 or num_heads % num_heads_kv:
         raise ValueError(
-            f"query: expected a number of heads that is a multiple of key's {num_heads_kv}, got {num_heads}"
+            f"{name}: expected a number of heads that is a multiple of {name_kv}'s {num_heads_kv}, got {num_heads}"
         )
 
 
@@ -70,12 +70,15 @@ def check_real(
     return value
 
 
-def check_int(name: str, x: Any, *, low: int | None = None) -> int:
-    """An int, not a bool, of at least `low`."""
+FAR = 2**60  # beyond any position, and safe to add up
+
+
+def check_int(name: str, x: Any, *, low: int = -FAR, high: int = FAR) -> int:
+    """An int, not a bool, within [low, high]."""
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {describe(x)}")
-    if low is not None and x < low:
-        raise ValueError(f"{name}: expected an int >= {low}, got {x}")
+    if not low <= x <= high:
+        raise ValueError(f"{name}: expected an int in [{low}, {high}], got {x}")
     return x  # type: ignore[return-value]
 
 

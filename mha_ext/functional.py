@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import backends, ops, reference
 from .call import AttentionCall, autocasts, make_call
-from .checks import FLOATING, check_alike, check_heads, check_int, check_real, check_shape, check_tensor
+from .checks import FLOATING, check_alike, check_bool, check_heads, check_int, check_real, check_shape, check_tensor
 from .reference import AttentionResult, SoftmaxResult, accumulate_dtype_of, default_scale
 from .score_rule import make_score_rule
 
@@ -268,7 +268,7 @@ def attention_output(weights: Tensor, value: Tensor) -> Tensor:
     check_alike("value", value, "weights", weights)
     batch, heads, _, seqlen_kv = weights.shape
     check_shape("value", value, (batch, value.shape[1], seqlen_kv, value.shape[3]), "(B, Hkv, Lk, Dv)")
-    check_heads(heads, value.shape[1])
+    check_heads(heads, value.shape[1], "weights", "value")
     if backends.parts_use_kernels(weights.device):
         return ops.attention_output(weights, value)
     compute = accumulate_dtype_of(value.dtype)
@@ -319,6 +319,7 @@ def masked_softmax(
     if dtype not in FLOATING or (dtype != scores.dtype and accumulate_dtype_of(dtype) != compute):
         raise TypeError(f"dtype: expected {scores.dtype} or another floating dtype of its precision, got {dtype}")
     dropout_p = check_real("dropout_p", dropout_p, low=0, high=1)
+    check_bool("return_lse", return_lse)
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     rule = make_score_rule(
         (batch, heads, seqlen_q, seqlen_kv), scores, attn_mask, is_causal, window, q_offset, key_lengths,

@@ -1,13 +1,17 @@
 """Where the kernels run: on a real GPU if there is one, else on the simulated GPU, on CPU tensors."""
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import mha_ext
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # tests.gpusim and benchmarks; mha_ext is the installed one
 
 settings.register_profile(
     "mha_ext", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
