@@ -1,0 +1,39 @@
+// Reductions over a warp, or over all warps of a block.
+#pragma once
+
+namespace mha_ext {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Every lane gets the combination of all 32 values.
+template <typename T, typename Combine>
+__device__ __forceinline__ T warp_reduce(T value, Combine combine) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, distance));
+  }
+  return value;
+}
+
+// The same over kWarps warps, which are the whole block where there is more than one. scratch: one value per warp.
+template <int kWarps, typename T, typename Combine>
+__device__ __forceinline__ T group_reduce(T value, T* scratch, Combine combine) {
+  value = warp_reduce(value, combine);
+  if constexpr (kWarps > 1) {
+    if (threadIdx.x % kWarpSize == 0) scratch[threadIdx.x / kWarpSize] = value;
+    __syncthreads();
+    value = scratch[0];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) value = combine(value, scratch[warp]);
+    __syncthreads();  // scratch may be written again
+  }
+  return value;
+}
+
+template <int kWarps, typename T>
+__device__ __forceinline__ T group_sum(T value, T* scratch) {
+  return group_reduce<kWarps>(value, scratch, [](T a, T b) { return a + b; });
+}
+
+}  // namespace mha_ext

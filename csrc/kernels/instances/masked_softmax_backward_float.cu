@@ -1,0 +1,3 @@
+#include "kernels/masked_softmax_backward.cuh"
+
+template void mha_ext::launch_masked_softmax_backward<float>(const MaskedSoftmaxBackwardParams&, cudaStream_t);

@@ -1,0 +1,3 @@
+#include "kernels/masked_softmax.cuh"
+
+template void mha_ext::launch_masked_softmax<double>(const MaskedSoftmaxParams&, cudaStream_t);
