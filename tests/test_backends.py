@@ -1,0 +1,156 @@
+"""Which backend takes a call, who decides, and what is said about those that do not."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import mha_ext
+from mha_ext import backends
+
+
+@pytest.fixture
+def query() -> torch.Tensor:
+    return torch.randn(1, 2, 3, 4)
+
+
+def test_cpu_tensors_go_to_the_reference_and_the_reason_is_given(query: torch.Tensor) -> None:
+    explanation = backends.explain(query, query, query)
+    assert explanation.backend == "reference"
+    assert list(explanation.reasons) == [backend.name for backend in backends.BACKENDS]
+    assert explanation.reasons["reference"] is None
+    reason = explanation.reasons["unfused"]
+    assert reason is not None
+    assert reason.startswith("kernels: ")
+    assert "CPU" in reason
+
+
+def test_the_explanation_can_be_read(query: torch.Tensor) -> None:
+    lines = str(backends.explain(query, query, query, is_causal=True)).splitlines()
+    assert lines[-1] == "-> reference: takes this call"
+    assert lines[0].startswith("   unfused: kernels: ")
+
+
+def test_every_backend_has_a_name_a_description_and_named_checks() -> None:
+    names = [backend.name for backend in backends.BACKENDS]
+    assert len(set(names)) == len(names)
+    assert names[-1] == "reference", "the last resort takes everything"
+    assert not backends.BACKENDS[-1].checks
+    for backend in backends.BACKENDS[:-1]:
+        assert backend.description
+        checks = [name for name, _ in backend.checks]
+        assert len(set(checks)) == len(checks) > 0
+
+
+def test_a_backend_asked_for_by_name_says_why_it_does_not_compute(query: torch.Tensor) -> None:
+    query = query.to("meta")  # a device that no build has kernels for, whether or not the simulated GPU is loaded
+    with pytest.raises(ValueError, match=r"^backend: 'unfused' does not take this call: kernels: .* meta tensors"):
+        mha_ext.attention(query, query, query, backend="unfused")
+    explanation = backends.explain(query, query, query, backend="unfused")
+    assert explanation.backend is None
+    assert "would take this call, but is not chosen" in str(explanation)
+    with backends.use_backend("unfused"):
+        for part in (
+            lambda: mha_ext.attention_scores(query, query),
+            lambda: mha_ext.masked_softmax(query),
+            lambda: mha_ext.attention_output(query[..., :3], query),
+            lambda: mha_ext.qkv_split(query[0], None, 1, 1),
+        ):
+            with pytest.raises(ValueError, match=r"^backend: 'unfused' has no kernels for meta tensors"):
+                part()
+
+
+def test_the_context_decides_nests_and_ends(query: torch.Tensor) -> None:
+    before = backends.requested()
+    with backends.use_backend("reference"):
+        assert backends.requested() == "reference"
+        with backends.use_backend("unfused"):
+            assert backends.requested() == "unfused"
+        assert backends.requested() == "reference"
+        assert mha_ext.attention(query, query, query).shape == query.shape
+    assert backends.requested() == before
+
+
+def test_the_context_ends_with_an_error_too() -> None:
+    before = backends.requested()
+    with pytest.raises(RuntimeError, match="inside"), backends.use_backend("reference"):
+        raise RuntimeError("inside")
+    assert backends.requested() == before
+
+
+def test_the_context_reaches_other_threads() -> None:
+    """The backward runs in another thread on a GPU."""
+    seen: list[str | None] = []
+    with backends.use_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(backends.requested()))
+        thread.start()
+        thread.join()
+    assert seen == ["reference"]
+
+
+def test_the_argument_overrules_the_context(query: torch.Tensor) -> None:
+    with backends.use_backend("unfused"):
+        assert backends.requested("reference") == "reference"
+        output = mha_ext.attention(query, query, query, backend="reference")
+        assert backends.explain(query, query, query, backend="reference").backend == "reference"
+    torch.testing.assert_close(output, mha_ext.attention(query, query, query, backend="reference"))
+
+
+@pytest.mark.parametrize("name", ["flash", "", "Reference", None])
+def test_an_unknown_name_is_refused(name: object) -> None:
+    context = backends.use_backend(name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^use_backend: expected one of unfused, reference"), context:
+        pass
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_environment_decides_where_nothing_else_does() -> None:
+    code = (
+        "import mha_ext\n"
+        "print(mha_ext.backends.requested(), mha_ext.backends.requested('unfused'))\n"
+        "with mha_ext.backends.use_backend('unfused'): print(mha_ext.backends.requested())"
+    )
+    assert python(code, MHA_EXT_BACKEND="reference").stdout.split() == ["reference", "unfused", "unfused"]
+
+
+def test_an_unknown_name_in_the_environment_is_refused_at_import() -> None:
+    failed = python("import mha_ext", MHA_EXT_BACKEND="flash")
+    assert failed.returncode != 0
+    assert "MHA_EXT_BACKEND: expected one of unfused, reference, got 'flash'" in failed.stderr
+
+
+def test_available_says_what_this_machine_can_run() -> None:
+    available = backends.available()
+    assert list(available) == [backend.name for backend in backends.BACKENDS]
+    assert available["reference"] is None
+    if not torch.cuda.is_available():
+        assert "no CUDA GPU" in (available["unfused"] or "")
+
+
+def test_the_calls_that_need_plain_pytorch_are_recognised(kernels: str) -> None:
+    """Under the kernels, transforms and forward mode are refused by name and taken by the reference otherwise."""
+    query = torch.randn(1, 2, 3, 4, device=kernels)
+    with pytest.raises(ValueError, match=r"transforms: torch\.func"):
+        torch.func.vmap(lambda x: mha_ext.attention(x, x, x))(query[None])
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="transforms: forward-mode"):
+        mha_ext.attention(query, query, query)
+    with backends.use_backend("reference"):
+        assert torch.func.vmap(lambda x: mha_ext.attention(x, x, x))(query[None]).shape == (1, 1, 2, 3, 4)
+
+
+def test_both_backends_agree_on_the_whole_result(kernels: str) -> None:
+    query = torch.randn(2, 4, 9, 16, device=kernels)
+    arguments = {"is_causal": True, "softcap": 2.0, "return_lse": True, "return_weights": True, "return_stats": True}
+    by_kernels = mha_ext.attention(query, query, query, **arguments)
+    by_reference = mha_ext.attention(query, query, query, **arguments, backend="reference")
+    for a, b in zip(by_kernels, by_reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
