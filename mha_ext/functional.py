@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, ops, reference
+from . import backends, ops, reference, unfused
 from .call import AttentionCall, autocasts, make_call
 from .checks import FLOATING, check_alike, check_bool, check_heads, check_int, check_real, check_shape, check_tensor
 from .reference import AttentionResult, SoftmaxResult, accumulate_dtype_of, default_scale
@@ -142,11 +142,17 @@ def attention(
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
     if backend == "unfused":
-        return ops.unfused_attention(
+        return unfused.attention(
             call.query, call.key, call.value, call.rule, call.dropout_p, call.scale, call.return_stats
         )
     return reference.attention(
-        call.query, call.key, call.value, dropout_p=call.dropout_p, scale=call.scale, **call.rule._asdict()
+        call.query,
+        call.key,
+        call.value,
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        return_entropy=call.return_stats,
+        **call.rule._asdict(),
     )
 
 
@@ -332,7 +338,7 @@ def masked_softmax(
     else:
         arguments: dict[str, Any] = rule._asdict()
         result = reference.masked_softmax(
-            scores.to(compute), dropout_p=dropout_p, rng_state=rng_state, **arguments
+            scores.to(compute), dropout_p=dropout_p, rng_state=rng_state, return_entropy=False, **arguments
         )  # fmt: skip
     weights = result.dropped.to(dtype)
     return (weights, result.lse) if return_lse else weights

@@ -4,6 +4,7 @@ First derivatives are kernels too. Where the backward itself is differentiated (
 products and the QKV split are closed under differentiation; a softmax goes through `reference`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,18 +12,18 @@ from torch import Tensor
 
 from . import reference
 from ._extension import extension
-from .reference import AttentionResult, SoftmaxResult, accumulate_dtype_of
+from .reference import SoftmaxResult, accumulate_dtype_of
 from .score_rule import ScoreRule
 
-__all__ = ["attention_output", "attention_scores", "masked_softmax", "qkv_split", "unfused_attention"]
+__all__ = ["attention_output", "attention_scores", "masked_softmax", "qkv_split"]
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor) -> Tensor:
     """Kernels take any strides but the last, which is 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _allow_tf32(x: Tensor) -> bool:
+def allow_tf32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
@@ -125,7 +126,7 @@ class _QkvSplit(torch.autograd.Function):
     @staticmethod
     def forward(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
         bias = None if bias is None else bias.contiguous()
-        return torch.ops.mha_ext.qkv_split(_unit_stride(packed), bias, num_heads, num_kv_heads)
+        return torch.ops.mha_ext.qkv_split(unit_stride(packed), bias, num_heads, num_kv_heads)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -142,7 +143,7 @@ class _QkvMerge(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, bias_grad: bool) -> tuple[Tensor, ...]:
-        grads = (_unit_stride(x) for x in (grad_query, grad_key, grad_value))
+        grads = (unit_stride(x) for x in (grad_query, grad_key, grad_value))
         return torch.ops.mha_ext.qkv_merge(*grads, bias_grad)
 
     @staticmethod
@@ -173,8 +174,8 @@ class _Matmul(torch.autograd.Function):
         out_dtype: torch.dtype, allow_tf32: bool,
     ) -> Tensor:  # fmt: skip
         return torch.ops.mha_ext.matmul(
-            _unit_stride(a),
-            _unit_stride(b),
+            unit_stride(a),
+            unit_stride(b),
             transpose_a,
             transpose_b,
             alpha,
@@ -214,30 +215,42 @@ class _Matmul(torch.autograd.Function):
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """`reference.attention_scores`, in the accumulation dtype."""
     compute = accumulate_dtype_of(query.dtype)
-    return _Matmul.apply(query, key, False, True, scale, query.shape[1], compute, _allow_tf32(query))
+    return _Matmul.apply(query, key, False, True, scale, query.shape[1], compute, allow_tf32(query))
 
 
 def attention_output(weights: Tensor, value: Tensor) -> Tensor:
     """`reference.attention_output`."""
-    return _Matmul.apply(weights, value, False, False, 1.0, weights.shape[1], value.dtype, _allow_tf32(value))
+    return _Matmul.apply(weights, value, False, False, 1.0, weights.shape[1], value.dtype, allow_tf32(value))
 
 
 # --- the masked softmax ---------------------------------------------------------------------------
 
 
-def _softmax_forward(
+def kept_rule(ctx: Any, rule: ScoreRule) -> tuple[Tensor | None, ...]:
+    """Keep on ctx what is no tensor; the tensors are returned, to be saved for backward."""
+    ctx.rule = ScoreRule._make(None if isinstance(field, Tensor) else field for field in rule)
+    return tuple(field if isinstance(field, Tensor) else None for field in rule)
+
+
+def restored_rule(ctx: Any, tensors: Iterable[Tensor | None]) -> ScoreRule:
+    """The inverse of `kept_rule`."""
+    return ScoreRule._make(field if tensor is None else tensor for field, tensor in zip(ctx.rule, tensors, strict=True))
+
+
+def softmax_forward(
     scores: Tensor,
     rule: ScoreRule,
     dropout_p: float,
     rng_state: Tensor | None,
     dtype: torch.dtype,
     stats: bool,
-) -> SoftmaxResult:
+) -> tuple[Tensor, ...]:
+    """weights, dropped (empty without dropout), lse, max_score and entropy (empty unless `stats`)."""
     batch, heads = scores.shape[:2]
     left, right = rule.window
     per_batch = isinstance(rule.q_offset, Tensor)
-    weights, dropped, lse, max_score, entropy = torch.ops.mha_ext.masked_softmax(
-        _unit_stride(scores),
+    return torch.ops.mha_ext.masked_softmax(
+        unit_stride(scores),
         None if rule.attn_mask is None else rule.attn_mask.expand(scores.shape),
         None if rule.key_lengths is None else rule.key_lengths.contiguous(),
         rule.q_offset.contiguous() if isinstance(rule.q_offset, Tensor) else None,
@@ -252,10 +265,9 @@ def _softmax_forward(
         dtype,
         stats,
     )
-    return SoftmaxResult(weights, dropped if dropout_p > 0 else weights, lse, max_score, entropy)
 
 
-def _softmax_backward(
+def softmax_backward(
     grad_weights: Tensor | None,
     grad_dropped: Tensor | None,
     grad_lse: Tensor | None,
@@ -272,11 +284,11 @@ def _softmax_backward(
     needs_mask, needs_slopes, needs_sinks = needs
     per_batch = isinstance(rule.q_offset, Tensor)
     grad_scores, grad_bias, sink_rows, slope_rows = torch.ops.mha_ext.masked_softmax_backward(
-        None if grad_weights is None else _unit_stride(grad_weights),
-        None if grad_dropped is None else _unit_stride(grad_dropped),
+        None if grad_weights is None else unit_stride(grad_weights),
+        None if grad_dropped is None else unit_stride(grad_dropped),
         None if grad_lse is None else grad_lse.contiguous(),
         weights,
-        None if rule.softcap is None or scores is None else _unit_stride(scores),
+        None if rule.softcap is None or scores is None else unit_stride(scores),
         lse,
         rule.q_offset.contiguous() if isinstance(rule.q_offset, Tensor) else None,
         None if rule.sinks is None else rule.sinks.contiguous(),
@@ -310,9 +322,7 @@ class _MaskedSoftmax(torch.autograd.Function):
         rule: ScoreRule, dropout_p: float, rng_state: Tensor | None, dtype: torch.dtype, return_stats: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         rule = rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
-        result = _softmax_forward(scores, rule, dropout_p, rng_state, dtype, return_stats)
-        dropped = result.dropped if dropout_p > 0 else scores.new_empty(0, dtype=dtype)
-        return result.weights, dropped, result.lse, result.max_score, result.entropy
+        return softmax_forward(scores, rule, dropout_p, rng_state, dtype, return_stats)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -320,42 +330,35 @@ class _MaskedSoftmax(torch.autograd.Function):
         weights, _, lse, max_score, entropy = output
         ctx.mark_non_differentiable(max_score, entropy)
         ctx.set_materialize_grads(False)
-        ctx.rule = rule._replace(attn_mask=None, alibi_slopes=None, sinks=None, key_lengths=None, q_offset=0)
-        q_offset = rule.q_offset if isinstance(rule.q_offset, Tensor) else None
-        ctx.q_offset = None if q_offset is not None else rule.q_offset
-        ctx.save_for_backward(
-            scores, attn_mask, alibi_slopes, sinks, rule.key_lengths, q_offset, rng_state, weights, lse
-        )
+        rule_tensors = kept_rule(ctx, rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks))
+        ctx.save_for_backward(scores, rng_state, weights, lse, *rule_tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_weights, grad_dropped, grad_lse = grads[:3]
-        scores, attn_mask, alibi_slopes, sinks, key_lengths, q_offset, rng_state, weights, lse = ctx.saved_tensors
+        scores, rng_state, weights, lse, *rule_tensors = ctx.saved_tensors
         if ctx.dropout_p == 0:
             grad_dropped = None
-        rule = ctx.rule._replace(
-            attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths,
-            q_offset=ctx.q_offset if q_offset is None else q_offset,
-        )  # fmt: skip
+        rule = restored_rule(ctx, rule_tensors)
         if torch.is_grad_enabled():  # to be differentiated again
-            inputs = (scores, attn_mask, alibi_slopes, sinks)
+            inputs = (scores, rule.attn_mask, rule.alibi_slopes, rule.sinks)
             result = reference.masked_softmax(
                 scores.to(accumulate_dtype_of(scores.dtype)), dropout_p=ctx.dropout_p, rng_state=rng_state,
-                **rule._asdict(),
+                return_entropy=False, **rule._asdict(),
             )  # fmt: skip
             outputs = (result.weights.to(ctx.dtype), result.dropped.to(ctx.dtype), result.lse)
-            gradients = _differentiable_gradients(
+            gradients = differentiable_gradients(
                 outputs, (grad_weights, grad_dropped, grad_lse), inputs, ctx.needs_input_grad
             )
         else:
-            gradients = _softmax_backward(
+            gradients = softmax_backward(
                 grad_weights, grad_dropped, grad_lse, weights, scores, lse, rule, ctx.dropout_p, rng_state,
                 scores.dtype, ctx.needs_input_grad[1:4],
             )  # fmt: skip
         return *gradients, None, None, None, None, None
 
 
-def _differentiable_gradients(
+def differentiable_gradients(
     outputs: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
     inputs: tuple[Tensor | None, ...],
@@ -386,146 +389,3 @@ def masked_softmax(
         scores, rule.attn_mask, rule.alibi_slopes, rule.sinks, rule, dropout_p, rng_state, dtype, False
     )
     return SoftmaxResult(weights, dropped if dropout_p > 0 else weights, lse, max_score, entropy)
-
-
-# --- attention by the three kernels ---------------------------------------------------------------
-
-
-def _product(
-    x: Tensor,
-    y: Tensor,
-    transpose_x: bool,
-    transpose_y: bool,
-    alpha: float,
-    heads: int,
-    dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    return torch.ops.mha_ext.matmul(
-        _unit_stride(x), _unit_stride(y), transpose_x, transpose_y, alpha, heads, dtype, tf32
-    )
-
-
-class _UnfusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
-        sinks: Tensor | None, rule: ScoreRule, dropout_p: float, scale: float, rng_state: Tensor | None,
-        return_stats: bool, allow_tf32: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        heads, dtype, compute = query.shape[1], query.dtype, accumulate_dtype_of(query.dtype)
-        rule = rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
-        scores = _product(query, key, False, True, scale, heads, compute, allow_tf32)
-        softmax = _softmax_forward(scores, rule, dropout_p, rng_state, dtype, return_stats)
-        output = _product(softmax.dropped, value, False, False, 1.0, heads, dtype, allow_tf32)
-        nothing = scores.new_empty(0)
-        dropped = softmax.dropped if dropout_p > 0 else nothing
-        scores = scores if rule.softcap is not None else nothing
-        return output, softmax.lse, softmax.weights, softmax.max_score, softmax.entropy, dropped, scores
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        query, key, value, attn_mask, alibi_slopes, sinks, rule, *rest = inputs
-        ctx.dropout_p, ctx.scale, rng_state, _, ctx.allow_tf32 = rest
-        _, lse, weights, max_score, entropy, dropped, scores = output
-        ctx.mark_non_differentiable(max_score, entropy, dropped, scores)
-        ctx.set_materialize_grads(False)
-        ctx.rule = rule._replace(attn_mask=None, alibi_slopes=None, sinks=None, key_lengths=None, q_offset=0)
-        q_offset = rule.q_offset if isinstance(rule.q_offset, Tensor) else None
-        ctx.q_offset = None if q_offset is not None else rule.q_offset
-        ctx.save_for_backward(
-            query, key, value, attn_mask, alibi_slopes, sinks, rule.key_lengths, q_offset, rng_state, lse,
-            weights, dropped, scores,
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad_output, grad_lse, grad_weights = grads[:3]
-        query, key, value, attn_mask, alibi_slopes, sinks, key_lengths, q_offset, rng_state, *saved = ctx.saved_tensors
-        lse, weights, dropped, scores = saved
-        rule = ctx.rule._replace(
-            attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=key_lengths,
-            q_offset=ctx.q_offset if q_offset is None else q_offset,
-        )  # fmt: skip
-        if torch.is_grad_enabled():  # to be differentiated again
-            result = reference.attention(
-                query,
-                key,
-                value,
-                dropout_p=ctx.dropout_p,
-                scale=ctx.scale,
-                rng_state=rng_state,
-                **rule._asdict(),
-            )
-            gradients = _differentiable_gradients(
-                (result.output, result.lse, result.weights),  # type: ignore[arg-type]
-                (grad_output, grad_lse, grad_weights),
-                (query, key, value, attn_mask, alibi_slopes, sinks),
-                ctx.needs_input_grad,
-            )
-            return *gradients, None, None, None, None, None, None
-
-        heads, heads_kv, dtype, compute = query.shape[1], key.shape[1], query.dtype, lse.dtype
-        tf32, dropout = ctx.allow_tf32, ctx.dropout_p > 0
-        needs_query, needs_key, needs_value, *needs_rule = ctx.needs_input_grad[:6]
-        grad_query = grad_key = grad_value = grad_probabilities = None
-        if grad_output is not None:
-            if needs_value:
-                probabilities = dropped if dropout else weights
-                grad_value = _product(probabilities, grad_output, True, False, 1.0, heads_kv, dtype, tf32)
-            grad_probabilities = _product(grad_output, value, False, True, 1.0, heads, compute, tf32)
-        if not dropout and grad_probabilities is not None:  # the returned weights are those that made the output
-            grad_weights = grad_probabilities if grad_weights is None else grad_probabilities + grad_weights
-            grad_probabilities = None
-        grad_scores, *grad_rule = _softmax_backward(
-            grad_weights, grad_probabilities, grad_lse, weights, scores, lse, rule, ctx.dropout_p, rng_state,
-            dtype, tuple(needs_rule),
-        )  # fmt: skip
-        if needs_query:
-            grad_query = _product(grad_scores, key, False, False, ctx.scale, heads, dtype, tf32)
-        if needs_key:
-            grad_key = _product(grad_scores, query, True, False, ctx.scale, heads_kv, dtype, tf32)
-        return grad_query, grad_key, grad_value, *grad_rule, None, None, None, None, None, None
-
-
-# A leaf for torch.compile, whose derivative AOT autograd traces.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _apply_unfused_attention(*arguments: Any) -> tuple[Tensor, ...]:
-    return _UnfusedAttention.apply(*arguments)[:5]
-
-
-def unfused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: ScoreRule,
-    dropout_p: float,
-    scale: float,
-    return_stats: bool,
-) -> AttentionResult:
-    """`reference.attention` by kernels for scores, masked softmax and output."""
-    visible = _key_visibility(key, rule)
-    if visible is not None:  # 0 * NaN is NaN, so what is hidden from every query leaves the products
-        key, value = key.masked_fill(~visible, 0), value.masked_fill(~visible, 0)
-    rng_state = reference.draw_rng_state(query.device) if dropout_p > 0 else None
-    arguments = (rule, dropout_p, scale, rng_state, return_stats, _allow_tf32(query))
-    output, lse, weights, max_score, entropy = _apply_unfused_attention(
-        query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks, *arguments
-    )
-    return AttentionResult(output, lse, weights, max_score, entropy)
-
-
-def _key_visibility(key: Tensor, rule: ScoreRule) -> Tensor | None:
-    """(B or 1, Hkv or 1, Lk, 1): False for keys that are hidden from every query alike."""
-    visible = None
-    if rule.key_lengths is not None:
-        visible = torch.arange(key.shape[2], device=key.device) < rule.key_lengths[:, None, None]
-    mask = rule.attn_mask
-    if mask is not None and (mask.shape[2] == 1 or mask.stride(2) == 0):
-        mask = mask[:, :, :1].expand(-1, -1, -1, key.shape[2])
-        seen = mask if mask.dtype == torch.bool else mask != -float("inf")
-        if seen.shape[1] > 1:  # a key head is hidden when all query heads that read it are blind
-            seen = seen.unflatten(1, (key.shape[1], -1)).any(2)
-        seen = seen.squeeze(2)
-        visible = seen if visible is None else visible & seen
-    return None if visible is None else visible[..., None]

@@ -48,7 +48,7 @@ class SoftmaxResult(NamedTuple):
     dropped: Tensor  # (B, H, Lq, Lk) after dropout
     lse: Tensor  # (B, H, Lq)
     max_score: Tensor  # (B, H, Lq)
-    entropy: Tensor  # (B, H, Lq)
+    entropy: Tensor | None  # (B, H, Lq), where asked for
 
 
 def default_scale(head_dim: int) -> float:
@@ -77,6 +77,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     rng_state: Tensor | None = None,
+    return_entropy: bool = True,
     accumulate_dtype: torch.dtype | None = None,
 ) -> AttentionResult:
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv) -> everything `attention` can return.
@@ -98,7 +99,7 @@ def attention(
         scores = scores.masked_fill(bad_key.repeat_interleave(group, 1)[:, :, None, :], math.nan)
     softmax = masked_softmax(
         scores, attn_mask, dropout_p, is_causal, **rule, alibi_slopes=alibi_slopes, softcap=softcap,
-        sinks=sinks, rng_state=rng_state,
+        sinks=sinks, rng_state=rng_state, return_entropy=return_entropy,
     )  # fmt: skip
     output = attention_output(softmax.dropped, v)
     if visible is not None:
@@ -152,6 +153,7 @@ def masked_softmax(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     rng_state: Tensor | None = None,
+    return_entropy: bool = True,
 ) -> SoftmaxResult:
     """scores (B, H, Lq, Lk), in the dtype to compute in -> weights, dropped weights and row statistics."""
     seqlen_q, seqlen_kv = scores.shape[-2:]
@@ -185,7 +187,7 @@ def masked_softmax(
     if visible is not None:
         weights = weights.masked_fill(~visible, 0)  # in a NaN row too
     lse = (shift + torch.log(total)).masked_fill(empty, -math.inf)
-    entropy = torch.special.entr(weights.detach()).sum(-1)
+    entropy = torch.special.entr(weights.detach()).sum(-1) if return_entropy else None
 
     dropped = weights
     if dropout_p > 0:

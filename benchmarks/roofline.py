@@ -1,0 +1,128 @@
+"""How long a case must take: its floating-point operations and its bytes over what the machine was measured to do.
+
+Conventions, the usual ones: a causal mask halves the operations, a backward pass costs 2.5 forward passes of attention
+(five matrix products against two) and twice the forward of a plain product. Bytes count every operand once, as if
+everything between input and output stayed on the chip.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.cases import Case
+
+__all__ = ["Ceilings", "attention_bytes", "attention_flops", "case_bytes", "case_flops", "measure_ceilings"]
+
+
+def attention_flops(
+    batch: int, num_heads: int, seqlen_q: int, seqlen_kv: int, head_dim: int, *, is_causal: bool, training: bool
+) -> float:
+    """4 B H Lq Lk D for the two products of the forward; times 3.5 with the backward; half of it when causal."""
+    forward = 4.0 * batch * num_heads * seqlen_q * seqlen_kv * head_dim
+    return forward * (3.5 if training else 1.0) * (0.5 if is_causal else 1.0)
+
+
+def attention_bytes(
+    batch: int, num_heads: int, num_kv_heads: int, length: int, head_dim: int, itemsize: int, *, training: bool
+) -> float:
+    """Forward: q, k, v in, out and the fp32 logsumexp out. Backward: all these and grad_out in, three gradients out."""
+    query = itemsize * batch * num_heads * length * head_dim  # also out and their gradients
+    key = itemsize * batch * num_kv_heads * length * head_dim  # also value and their gradients
+    lse = 4 * batch * num_heads * length
+    forward = 2 * query + 2 * key + lse
+    backward = (3 * query + 2 * key + lse) + (query + 2 * key)
+    return float(forward + backward if training else forward)
+
+
+def case_flops(case: Case) -> float:
+    """Floating-point operations by the conventions above; 0 where a case only moves bytes."""
+    preset, tokens = case.preset, case.batch * case.length
+    attention = attention_flops(
+        case.batch, preset.num_heads, case.length, case.length, preset.head_dim,
+        is_causal=case.is_causal, training=case.training,
+    )  # fmt: skip
+    times = 3.0 if case.training else 1.0  # a product's backward is two products
+    if case.kind == "attention":
+        return attention
+    if case.kind == "module":  # three input projections and one output projection
+        return attention + times * 8.0 * tokens * preset.embed_dim**2
+    if case.kind in ("attention_scores", "attention_output"):  # the whole matrix, whatever the mask
+        return times * 2.0 * tokens * preset.num_heads * case.length * preset.head_dim
+    return 0.0
+
+
+def case_bytes(case: Case) -> float:
+    """Fewest bytes through device memory."""
+    preset, item = case.preset, case.dtype.itemsize
+    tokens = case.batch * case.length
+    if case.kind == "attention":
+        return attention_bytes(
+            case.batch, preset.num_heads, preset.num_kv_heads, case.length, preset.head_dim, item,
+            training=case.training,
+        )  # fmt: skip
+    if case.kind == "module":  # x, out and the weights; backward: x, grad_out, weights in, grad_x, grad_weights out
+        stream, weights = tokens * preset.embed_dim, 4 * preset.embed_dim**2
+        return float(item * (2 * stream + weights + (3 * stream + 2 * weights if case.training else 0)))
+    query, key = tokens * preset.num_heads * preset.head_dim, tokens * preset.num_kv_heads * preset.head_dim
+    scores = tokens * preset.num_heads * case.length
+    if case.kind == "qkv_split":  # one read, one write, and the same again backward
+        elements = 2 * (query + 2 * key) * (2 if case.training else 1)
+    elif case.kind == "masked_softmax":  # backward: weights and their gradient in, gradient of the scores out
+        elements = 2 * scores + (3 * scores if case.training else 0)
+    else:  # one operand of size query, one of size key, scores; backward: all three in, two gradients out
+        elements = query + key + scores
+        elements += {
+            "attention_scores": scores + 2 * query + 2 * key,
+            "attention_output": 2 * scores + query + 2 * key,
+        }[case.kind] * (1 if case.training else 0)
+    return float(item * elements)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine was measured to do."""
+
+    bytes_per_second: float
+    flops_per_second: dict[torch.dtype, float] = field(default_factory=dict)
+
+    def floor_seconds(self, case: Case) -> float:
+        """The larger of the time for the operations and the time for the bytes."""
+        return max(
+            case_flops(case) / self.flops_per_second[case.dtype],
+            case_bytes(case) / self.bytes_per_second,
+        )
+
+
+def measure_ceilings(device: torch.device, dtypes: Iterable[torch.dtype], *, size: int = 8192) -> Ceilings:
+    """A large copy (bytes read plus bytes written) and a large square product per dtype, on random data; CUDA only."""
+    copy_bytes = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 8)
+    bandwidth = 2 * copy_bytes / copy_seconds(copy_bytes, device)
+    rates = {}
+    for dtype in dtypes:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        rates[dtype] = 2 * size**3 / median_event_seconds(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
+    return Ceilings(bandwidth, rates)
+
+
+def copy_seconds(size: int, device: torch.device) -> float:
+    """Time of one copy of `size` random bytes on the device."""
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    return median_event_seconds(lambda: target.copy_(source))
+
+
+def median_event_seconds(call: Callable[[], object], repeats: int = 11) -> float:
+    """Median time of one call on the current CUDA stream."""
+    seconds = []
+    for _ in range(3):
+        call()
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)

@@ -1,0 +1,143 @@
+"""Attention by the three kernels: scores, masked softmax, output; the backward by the same kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .ops import (
+    allow_tf32,
+    differentiable_gradients,
+    kept_rule,
+    restored_rule,
+    softmax_backward,
+    softmax_forward,
+    unit_stride,
+)
+from .reference import AttentionResult, accumulate_dtype_of
+from .score_rule import ScoreRule
+
+
+def _product(
+    x: Tensor,
+    y: Tensor,
+    transpose_x: bool,
+    transpose_y: bool,
+    alpha: float,
+    heads: int,
+    dtype: torch.dtype,
+    tf32: bool,
+) -> Tensor:
+    return torch.ops.mha_ext.matmul(unit_stride(x), unit_stride(y), transpose_x, transpose_y, alpha, heads, dtype, tf32)
+
+
+class _UnfusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
+        sinks: Tensor | None, rule: ScoreRule, dropout_p: float, scale: float, rng_state: Tensor | None,
+        return_stats: bool, allow_tf32: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        heads, dtype, compute = query.shape[1], query.dtype, accumulate_dtype_of(query.dtype)
+        rule = rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
+        scores = _product(query, key, False, True, scale, heads, compute, allow_tf32)
+        weights, dropped, *rows = softmax_forward(scores, rule, dropout_p, rng_state, dtype, return_stats)
+        probabilities = dropped if dropout_p > 0 else weights
+        output = _product(probabilities, value, False, False, 1.0, heads, dtype, allow_tf32)
+        scores = scores.new_empty(0) if rule.softcap is None else scores
+        return output, weights, dropped, *rows, scores
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        query, key, value, attn_mask, alibi_slopes, sinks, rule, *rest = inputs
+        ctx.dropout_p, ctx.scale, rng_state, _, ctx.allow_tf32 = rest
+        _, weights, dropped, lse, max_score, entropy, scores = output
+        ctx.mark_non_differentiable(dropped, max_score, entropy, scores)
+        ctx.set_materialize_grads(False)
+        rule_tensors = kept_rule(ctx, rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks))
+        ctx.save_for_backward(query, key, value, rng_state, lse, weights, dropped, scores, *rule_tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad_output, grad_weights, _, grad_lse = grads[:4]
+        query, key, value, rng_state, lse, weights, dropped, scores, *rule_tensors = ctx.saved_tensors
+        rule = restored_rule(ctx, rule_tensors)
+        if torch.is_grad_enabled():  # to be differentiated again
+            result = reference.attention(
+                query, key, value, dropout_p=ctx.dropout_p, scale=ctx.scale, rng_state=rng_state,
+                return_entropy=False, **rule._asdict(),
+            )  # fmt: skip
+            gradients = differentiable_gradients(
+                (result.output, result.lse, result.weights),  # type: ignore[arg-type]
+                (grad_output, grad_lse, grad_weights),
+                (query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks),
+                ctx.needs_input_grad,
+            )
+            return *gradients, None, None, None, None, None, None
+
+        heads, heads_kv, dtype, compute = query.shape[1], key.shape[1], query.dtype, lse.dtype
+        tf32, dropout = ctx.allow_tf32, ctx.dropout_p > 0
+        needs_query, needs_key, needs_value, *needs_rule = ctx.needs_input_grad[:6]
+        grad_query = grad_key = grad_value = grad_probabilities = None
+        if grad_output is not None:
+            if needs_value:
+                probabilities = dropped if dropout else weights
+                grad_value = _product(probabilities, grad_output, True, False, 1.0, heads_kv, dtype, tf32)
+            grad_probabilities = _product(grad_output, value, False, True, 1.0, heads, compute, tf32)
+        if not dropout and grad_probabilities is not None:  # the returned weights are those that made the output
+            grad_weights = grad_probabilities if grad_weights is None else grad_probabilities + grad_weights
+            grad_probabilities = None
+        grad_scores, *grad_rule = softmax_backward(
+            grad_weights, grad_probabilities, grad_lse, weights, scores, lse, rule, ctx.dropout_p, rng_state,
+            dtype, tuple(needs_rule),
+        )  # fmt: skip
+        if needs_query:
+            grad_query = _product(grad_scores, key, False, False, ctx.scale, heads, dtype, tf32)
+        if needs_key:
+            grad_key = _product(grad_scores, query, True, False, ctx.scale, heads_kv, dtype, tf32)
+        return grad_query, grad_key, grad_value, *grad_rule, None, None, None, None, None, None
+
+
+# A leaf for torch.compile, whose derivative AOT autograd traces.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _apply(*arguments: Any) -> tuple[Tensor, ...]:
+    output, weights, _, lse, max_score, entropy, _ = _UnfusedAttention.apply(*arguments)
+    return output, lse, weights, max_score, entropy
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: ScoreRule,
+    dropout_p: float,
+    scale: float,
+    return_stats: bool,
+) -> AttentionResult:
+    """`reference.attention` by kernels for scores, masked softmax and output."""
+    visible = _key_visibility(key, rule)
+    if visible is not None:  # 0 * NaN is NaN, so what is hidden from every query leaves the products
+        key, value = key.masked_fill(~visible, 0), value.masked_fill(~visible, 0)
+    rng_state = reference.draw_rng_state(query.device) if dropout_p > 0 else None
+    arguments = (rule, dropout_p, scale, rng_state, return_stats, allow_tf32(query))
+    output, lse, weights, max_score, entropy = _apply(
+        query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks, *arguments
+    )
+    return AttentionResult(output, lse, weights, max_score, entropy)
+
+
+def _key_visibility(key: Tensor, rule: ScoreRule) -> Tensor | None:
+    """(B or 1, Hkv or 1, Lk, 1): False for keys that are hidden from every query alike."""
+    visible = None
+    if rule.key_lengths is not None:
+        visible = torch.arange(key.shape[2], device=key.device) < rule.key_lengths[:, None, None]
+    mask = rule.attn_mask
+    if mask is not None and (mask.shape[2] == 1 or mask.stride(2) == 0):
+        mask = mask[:, :, :1].expand(-1, -1, -1, key.shape[2])
+        seen = mask if mask.dtype == torch.bool else mask != -float("inf")
+        if seen.shape[1] > 1:  # a key head is hidden when all query heads that read it are blind
+            seen = seen.unflatten(1, (key.shape[1], -1)).any(2)
+        seen = seen.squeeze(2)
+        visible = seen if visible is None else visible & seen
+    return None if visible is None else visible[..., None]
