@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,9 @@ def main() -> None:
     class BuildAndWriteInfo(base):  # type: ignore[misc, valid-type]
         def finalize_options(self) -> None:
             super().finalize_options()
-            # Objects of two torches never mix, and going back to one of them compiles nothing.
-            self.build_temp += f"-torch{facts['torch']}"
+            # One folder for each torch and Python, for editable installs too: only what changed is compiled again.
+            tags = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{facts['torch']}"
+            self.build_temp = str(ROOT / "build" / f"temp.{tags}")
 
         def run(self) -> None:
             super().run()

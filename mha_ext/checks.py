@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -75,11 +75,12 @@ FAR = 2**60  # beyond any position, and safe to add up
 
 def check_int(name: str, x: Any, *, low: int = -FAR, high: int = FAR) -> int:
     """An int, not a bool, within [low, high]."""
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+    if isinstance(x, bool) or not isinstance(x, (int, Integral, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {describe(x)}")
-    if not low <= x <= high:
+    number: int = x if isinstance(x, torch.SymInt) else int(x)  # type: ignore[assignment]
+    if not low <= number <= high:
         raise ValueError(f"{name}: expected an int in [{low}, {high}], got {x}")
-    return x  # type: ignore[return-value]
+    return number
 
 
 def check_bool(name: str, x: Any) -> bool:

@@ -91,7 +91,8 @@ def _mask(shape: tuple[int, int, int, int], like: Tensor, attn_mask: Any, comput
     mask: Tensor = attn_mask[(None,) * (4 - attn_mask.dim())]
     if mask.dtype == torch.float64 and compute == torch.float32:  # finite must not round to -inf, which hides
         low = torch.finfo(torch.float32).min
-        mask = torch.where(mask == -math.inf, mask, mask.clamp(min=low)).to(compute)
+        shift = (mask.clamp(min=low) - mask).detach()  # so that the gradient passes as through the mask itself
+        mask = torch.where(mask == -math.inf, mask, mask + shift).to(compute)
     return mask
 
 

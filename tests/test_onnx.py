@@ -152,6 +152,8 @@ def test_every_published_case_is_run(capsys: pytest.CaptureFixture[str]) -> None
     without_past = [case for case in every if not PAST & set(case.inputs)]
     modes = [case.attributes.get("qk_matmul_output_mode", 0) for case in every if "qk_matmul_output" in case.outputs]
     with capsys.disabled():
-        print(f"\nonnx attention cases: {len(every)}, without a past {len(without_past)}, with score output {len(modes)}")
+        print(
+            f"\nonnx attention cases: {len(every)}, without a past {len(without_past)}, with score output {len(modes)}"
+        )
     assert set(modes) == {0, 1, 2, 3}
     assert len(without_past) >= 60

@@ -108,8 +108,8 @@ BAD_RULES = [
     Bad("window_text", {"window": "12"}, TypeError, ("window: expected a pair", "'12'")),
     Bad("window_float", {"window": (1.0, None)}, TypeError, ("window: expected an int", "1.0 (float)")),
     Bad("window_bool", {"window": (True, None)}, TypeError, ("window: expected an int", "True")),
-    Bad("window_negative", {"window": (-1, 2)}, ValueError, ("window: expected an int >= 0", "-1")),
-    Bad("window_right", {"window": (None, -2)}, ValueError, ("window: expected an int >= 0", "-2")),
+    Bad("window_negative", {"window": (-1, 2)}, ValueError, ("window: expected an int in [0, ", "-1")),
+    Bad("window_right", {"window": (None, -2)}, ValueError, ("window: expected an int in [0, ", "-2")),
     Bad("window_beyond_64_bits", {"window": (2**70, None)}, ValueError, ("window: expected an int", str(2**70))),
     Bad("offset_beyond_64_bits", {"q_offset": -(2**70)}, ValueError, ("q_offset: expected an int", str(-(2**70)))),
     Bad("offset_that_wraps", {"q_offset": 2**63 - 1}, ValueError, ("q_offset: expected an int", str(2**63 - 1))),
@@ -125,7 +125,7 @@ BAD_RULES = [
     Bad("lengths_list", {"key_lengths": [5, 3]}, TypeError, ("key_lengths: expected a tensor", "list")),
     Bad("lengths_float", {"key_lengths": z(B)}, TypeError, ("key_lengths: expected a dtype", "float32")),
     Bad("lengths_bool", {"key_lengths": z(B, dtype=torch.bool)}, TypeError, ("key_lengths: expected a dtype", "bool")),
-    Bad("lengths_shape", {"key_lengths": z(B, 1, dtype=i32)}, ValueError, ("key_lengths: expected shape (B,)", "2, 1)")),
+    Bad("lengths_2d", {"key_lengths": z(B, 1, dtype=i32)}, ValueError, ("key_lengths: expected shape (B,)", "2, 1)")),
     Bad("lengths_heads", {"key_lengths": z(HQ, dtype=i64)}, ValueError, ("key_lengths: expected shape (B,)", "(6,)")),
     Bad("lengths_meta", {"key_lengths": z(B, dtype=i64, meta=True)}, ValueError, ("key_lengths: expected device",)),
     Bad("slopes_list", {"alibi_slopes": [0.5] * HQ}, TypeError, ("alibi_slopes: expected a tensor", "list")),
@@ -234,17 +234,13 @@ def test_attention_scores_refuses(case: Bad) -> None:
         Bad("value_dtype", {"value": z(B, HKV, LK, DV, dtype=f16)}, ValueError, ("value: expected dtype", "float16")),
         Bad("value_device", {"value": z(B, HKV, LK, DV, meta=True)}, ValueError, ("value: expected device", "meta")),
         Bad("value_length", {"value": z(B, HKV, 6, DV)}, ValueError, ("value: expected shape", "(2, 2, 6, 7)")),
-        Bad("heads", {"value": z(B, 4, LK, DV)}, ValueError, ("a number of heads", "4", "6")),
+        Bad("heads", {"value": z(B, 4, LK, DV)}, ValueError, ("weights: expected", "value", "4", "6")),
     ],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_attention_output_refuses(case: Bad) -> None:
     arguments = {"weights": z(B, HQ, LQ, LK), "value": z(B, HKV, LK, DV), **case.changed}
-    if case.name == "heads":  # attention_output has no query: the message must name one of its own arguments
-        with pytest.raises(ValueError, match=r"^(weights|value): expected .*4.*6|^(weights|value): expected .*6.*4"):
-            mha_ext.attention_output(**arguments)
-    else:
-        assert_refused(case, mha_ext.attention_output, arguments)
+    assert_refused(case, mha_ext.attention_output, arguments)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +255,9 @@ def test_attention_output_refuses(case: Bad) -> None:
         Bad("bias_2d", {"bias": z(1, 80)}, ValueError, ("bias: expected shape", "(80,)", "(1, 80)")),
         Bad("bias_dtype", {"bias": z(80, dtype=f16)}, ValueError, ("bias: expected dtype", "float16")),
         Bad("bias_device", {"bias": z(80, meta=True)}, ValueError, ("bias: expected device", "meta")),
-        Bad("heads_zero", {"num_heads": 0}, ValueError, ("num_heads: expected an int >= 1", "0")),
+        Bad("heads_zero", {"num_heads": 0}, ValueError, ("num_heads: expected an int in [1, ", "got 0")),
         Bad("heads_float", {"num_heads": 6.0}, TypeError, ("num_heads: expected an int", "6.0")),
-        Bad("kv_heads_zero", {"num_kv_heads": 0}, ValueError, ("num_kv_heads: expected an int >= 1", "0")),
+        Bad("kv_heads_zero", {"num_kv_heads": 0}, ValueError, ("num_kv_heads: expected an int in [1, ", "got 0")),
         Bad("kv_heads_text", {"num_kv_heads": "2"}, TypeError, ("num_kv_heads: expected an int", "'2'")),
         Bad("kv_heads_no_divisor", {"num_kv_heads": 4}, ValueError, ("num_kv_heads: expected a divisor", "6", "4")),
     ],

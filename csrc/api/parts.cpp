@@ -62,9 +62,7 @@ void check_softcap(double softcap) {
 
 const void* pointer(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
-const int64_t* int64_pointer(const MaybeTensor& tensor) {
-  return tensor ? tensor->const_data_ptr<int64_t>() : nullptr;
-}
+const int64_t* int64_pointer(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<int64_t>() : nullptr; }
 
 DropoutParams dropout_params(double dropout_p, const MaybeTensor& rng_state, const at::Tensor& like,
                              const char* like_name) {
@@ -85,8 +83,9 @@ int head_dim_of_packed(const at::Tensor& packed, int64_t num_heads, int64_t num_
   TORCH_CHECK_VALUE(num_heads > 0, "num_heads: expected a positive number, got ", num_heads);
   TORCH_CHECK_VALUE(num_kv_heads > 0, "num_kv_heads: expected a positive number, got ", num_kv_heads);
   const int64_t heads = num_heads + 2 * num_kv_heads;
-  TORCH_CHECK_VALUE(heads <= kMaxAxis && packed.size(2) % heads == 0, "packed: expected a last axis that is a multiple of ",
-                    heads, " (num_heads + 2 * num_kv_heads), got ", packed.size(2));
+  TORCH_CHECK_VALUE(heads <= kMaxAxis && packed.size(2) % heads == 0,
+                    "packed: expected a last axis that is a multiple of ", heads,
+                    " (num_heads + 2 * num_kv_heads), got ", packed.size(2));
   return static_cast<int>(packed.size(2) / heads);
 }
 
@@ -171,8 +170,8 @@ std::tuple<at::Tensor, at::Tensor> qkv_merge(const at::Tensor& grad_query, const
   params.dtype = to_dtype(grad_query.scalar_type());
   launch_qkv_merge(params, device::current_stream(grad_query.device()));
 
-  at::Tensor grad_bias = bias_grad ? at::sum(bias_partial, {0}).to(grad_query.scalar_type())
-                                   : at::empty({0}, grad_query.options());
+  at::Tensor grad_bias =
+      bias_grad ? at::sum(bias_partial, {0}).to(grad_query.scalar_type()) : at::empty({0}, grad_query.options());
   return {grad_packed, grad_bias};
 }
 
@@ -240,8 +239,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_so
   params.rule.alibi_head_stride = alibi_slopes ? stride_of(*alibi_slopes, 1) : 0;
   params.rule.sinks = pointer(sinks);
   params.rule.q_offset = q_offset;
-  params.rule.window_left = window_left > 2 * kMaxAxis ? -1 : window_left;  // no key is farther away
-  params.rule.window_right = window_right > 2 * kMaxAxis ? -1 : window_right;
+  params.rule.window_left = window_left;
+  params.rule.window_right = window_right;
   params.rule.softcap = softcap;
   params.dropout = dropout_params(dropout_p, rng_state, scores, "scores");
 
@@ -275,8 +274,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_softmax_backwa
   check_operand(q_offsets, "q_offsets", {batch}, at::kLong, weights, "weights");
   check_operand(sinks, "sinks", {heads}, row_dtype, weights, "weights");
   check_softcap(softcap);
-  TORCH_CHECK_VALUE((softcap > 0) == scores.has_value(), "scores: expected a tensor exactly when softcap is not 0, got ",
-                    scores ? "a tensor" : "None", " with softcap ", softcap);
+  TORCH_CHECK_VALUE((softcap > 0) == scores.has_value(),
+                    "scores: expected a tensor exactly when softcap is not 0, got ", scores ? "a tensor" : "None",
+                    " with softcap ", softcap);
   TORCH_CHECK_VALUE(dropout_p > 0 || !grad_dropped, "grad_dropped: expected None when dropout_p is 0, got a tensor");
   TORCH_CHECK_VALUE(sinks || !sink_grad, "sinks: expected a tensor when sink_grad is true, got None");
 

@@ -35,8 +35,8 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_a, bo
   // Which heads an output head reads: its share of each operand, or a group that it sums.
   const int64_t heads_a = a.size(1), heads_b = b.size(1);
   const auto divides = [](int64_t part, int64_t whole) { return part == whole || (part > 0 && whole % part == 0); };
-  const bool shares = num_heads_out == std::max(heads_a, heads_b) && divides(heads_a, num_heads_out) &&
-                      divides(heads_b, num_heads_out);
+  const bool shares =
+      num_heads_out == std::max(heads_a, heads_b) && divides(heads_a, num_heads_out) && divides(heads_b, num_heads_out);
   const bool sums = heads_a == heads_b && num_heads_out > 0 && divides(num_heads_out, heads_a);
   TORCH_CHECK_VALUE(shares || sums,
                     "num_heads_out: expected the larger head count, a multiple of the other, or a divisor of both when "

@@ -44,8 +44,8 @@ MHA_HOST_DEVICE DropoutSeed dropout_seed(const int64_t* rng_state) {
   return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), static_cast<uint32_t>(rng_state[1])};
 }
 
-// The words of queries {i, i ^ 8} and keys {j, j ^ 8}; random_word says which is whose. batch_head = b * num_heads_q + h,
-// modulo 2^32.
+// The words of queries {i, i ^ 8} and keys {j, j ^ 8}; random_word says which is whose. batch_head = b * num_heads_q +
+// h, modulo 2^32.
 MHA_HOST_DEVICE RandomWords random_words(const DropoutSeed& seed, uint32_t batch_head, int i, int j) {
   const uint32_t tile_key = static_cast<uint32_t>((j >> 4) * 8 + (j & 7));
   const uint32_t tile_query = static_cast<uint32_t>((i >> 4) * 8 + (i & 7));

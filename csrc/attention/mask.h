@@ -16,7 +16,7 @@
 
 namespace mha_ext {
 
-// Queries, keys, and the sides of a window: at most this many, so that positions and columns fit 32 bits.
+// Queries and keys: at most this many, so that positions and columns fit 32 bits.
 constexpr int64_t kMaxAxis = int64_t{1} << 30;
 
 MHA_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : (x > high ? high : x); }
@@ -24,11 +24,11 @@ MHA_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x <
 // The rule for one query. T is the type in which scores are computed.
 template <typename T>
 struct RowRule {
-  int begin, end;        // window and length leave the keys begin <= j < end; only the mask can hide more
-  int position;          // p; an offset beyond kMaxAxis, which is beyond any key, counts as kMaxAxis
-  int64_t mask_offset;   // of (b, h, i, 0) in attn_mask, in elements
+  int begin, end;          // window and length leave the keys begin <= j < end; only the mask can hide more
+  int position;            // p; an offset beyond kMaxAxis, which is beyond any key, counts as kMaxAxis
+  int64_t mask_offset;     // of (b, h, i, 0) in attn_mask, in elements
   T softcap, inv_softcap;  // 0: none
-  T slope;               // 0: none
+  T slope;                 // 0: none
 
   MHA_HOST_DEVICE bool in_bounds(int j) const { return j >= begin && j < end; }
 
@@ -58,15 +58,15 @@ MHA_HOST_DEVICE T masked(T score, T bias) {
 }
 
 template <typename T>
-MHA_HOST_DEVICE RowRule<T> row_rule(const ScoreRuleParams& params, int64_t b, int64_t h, int64_t i,
-                                    int64_t seqlen_kv) {
+MHA_HOST_DEVICE RowRule<T> row_rule(const ScoreRuleParams& params, int64_t b, int64_t h, int64_t i, int64_t seqlen_kv) {
   RowRule<T> rule;
   const int64_t offset = params.q_offsets ? params.q_offsets[b] : params.q_offset;
   rule.position = static_cast<int>(i) + static_cast<int>(clamp(offset, -kMaxAxis, kMaxAxis));
 
   int64_t begin = 0, end = seqlen_kv;
-  if (params.window_left >= 0) begin = clamp(rule.position - params.window_left, 0, seqlen_kv);
-  if (params.window_right >= 0) end = clamp(rule.position + params.window_right + 1, 0, seqlen_kv);
+  constexpr int64_t kFar = 2 * kMaxAxis;  // no key is farther from any position
+  if (params.window_left >= 0) begin = clamp(rule.position - clamp(params.window_left, 0, kFar), 0, seqlen_kv);
+  if (params.window_right >= 0) end = clamp(rule.position + clamp(params.window_right, 0, kFar) + 1, 0, seqlen_kv);
   if (params.key_lengths) end = clamp(params.key_lengths[b], 0, end);
   rule.begin = static_cast<int>(begin);
   rule.end = static_cast<int>(end > begin ? end : begin);

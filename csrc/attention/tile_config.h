@@ -23,21 +23,23 @@ constexpr int threads(const MatmulTile& tile) { return tile.warps_m * tile.warps
 constexpr int stage_bytes(const MatmulTile& tile) { return (tile.block_m + tile.block_n) * tile.block_k_bytes; }
 
 // Tensor cores (sm_80 and newer).
-// 64 bytes of k: rows of half a line still fill whole sectors, and four stages then fit twice on an SM.
-// Four stages: three are on their way while one is multiplied; 36 to 48 KB a block in flight covers HBM's latency.
+// 64 bytes of k a stage: half a line of each row still fills whole sectors, and four stages fit an SM two or three
+// times. Four stages: three are on their way while one is multiplied, 36 or 48 KB a block, which covers the latency of
+// HBM.
 constexpr MatmulTile matmul_mma_tile(int block_n) {
-  // 64x64 a warp: ldmatrix then moves 128 bytes for each 16 bytes of a fragment used twice as often as with 64x32,
-  // half the time of the tensor cores. 128 accumulators a thread leave room for two blocks an SM.
+  // 64x64 a warp: 8 ldmatrix for 32 mma, which keeps shared memory busy half as long as the tensor cores (64x32: 6 for
+  // 16, three quarters). Its 128 accumulators a thread leave room for two blocks an SM.
   if (block_n == 128) return {128, 128, 64, 2, 2, 4, 2};
-  // n is one head dimension of 64, or there are few tiles: half the columns a warp, three blocks an SM.
+  // Where n is one head of 64, or tiles are few: 64x32 a warp, three blocks an SM.
   return {128, 64, 64, 2, 2, 4, 3};
 }
 
-// Below about one wave of the larger tiles (108 SMs on A100, 132 on H100) smaller tiles finish sooner.
+// Below about one wave of wide tiles (108 SMs on A100, 132 on H100) narrow ones finish sooner.
 constexpr int64_t kFewTiles = 128;
 
-// FMA units. 8x8 outputs a thread: 64 FMA for four 16-byte loads (fp32). n is often one head dimension of 64.
-// 8 elements of k a stage: that many lanes transpose a tile without meeting in a bank.
+// FMA units. 8x8 outputs a thread: 64 FMA for four (fp64: eight) 16-byte loads; n is often one head of 64.
+// 8 elements of k a stage: as many lanes transpose a tile without meeting in a bank.
+// Blocks an SM: what 8x8 accumulators and the loads in flight leave room for, without spills.
 constexpr MatmulTile matmul_simt_tile(int element_bytes) {
   return {128, 64, 8 * element_bytes, 4, 1, 3, element_bytes == 8 ? 2 : 3};
 }

@@ -2,7 +2,8 @@
 //
 // A fragment is 16 rows by 32 bytes of k in four registers: the A operand of one m16n8k16 (16-bit elements) or m16n8k8
 // (TF32), or the B operands of two neighbours, with n in the place of the rows. Its quarters are 8 rows by 16 bytes
-// of k, a register each. A numbers them down the rows first; B along k first, so that each B operand is a register pair.
+// of k, a register each. A numbers them down the rows first; B along k first, so that each B operand is a register
+// pair.
 #pragma once
 
 #include "host_device.h"

@@ -123,7 +123,8 @@ struct FragmentReader {
 #pragma unroll
       for (int half = 0; half < kKeptHalves; ++half) {
         if constexpr (!Tile::kMnMajor) {  // half of the tile's k
-          kept[f][half] = Tile::offset(mn_begin + ldmatrix_row<kOperand>(lane), 2 * half + ldmatrix_chunk<kOperand>(lane));
+          kept[f][half] =
+              Tile::offset(mn_begin + ldmatrix_row<kOperand>(lane), 2 * half + ldmatrix_chunk<kOperand>(lane));
         } else if constexpr (!Tile::kByWords) {
           kept[f][half] = Tile::offset(ldmatrix_trans_k<kOperand>(lane),
                                        chunk + f * kFragmentChunks + ldmatrix_trans_chunk<kOperand>(lane));
@@ -203,6 +204,7 @@ struct MatmulMma {
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = threads(kTile);
   static constexpr int kWarpM = kBlockM / kTile.warps_m, kWarpN = kBlockN / kTile.warps_n;
+  static constexpr int kAccumulators = kWarpM * kWarpN / kWarpSize;
   static constexpr int kKSteps = kTile.block_k_bytes / kFragmentBytes;
 
   using TileA = OperandTile<Element, kBlockM, kTransposeA>;
@@ -219,7 +221,7 @@ struct MatmulMma {
   static_assert(kBlockN == kBlockN_ && kBlockK == TileA::kBlockK && kKSteps == 2);
   static_assert(kWarpM % kFragmentRows == 0 && kWarpN % (2 * kFragmentRows) == 0);
   static_assert(TileA::kBytes % 1024 == 0 && TileB::kBytes % 1024 == 0, "tiles start on a swizzle pattern");
-  static_assert(sizeof(Stage) == stage_bytes(kTile) && fits(kTile, kWarpM * kWarpN / kWarpSize));
+  static_assert(sizeof(Stage) == stage_bytes(kTile) && fits(kTile, kAccumulators));
 };
 
 template <typename Config>
@@ -338,7 +340,7 @@ void matmul_mma(const MatmulParams& p, cudaStream_t stream) {
   if constexpr (sizeof(Element) == 4) {  // TF32: one width, which suits a head dimension of 64
     dispatch_matmul_mma<Element, 64>(p, stream);
   } else {
-    // Columns a tile computes in vain cost as much as others; ties go to the wider tile.
+    // The narrow tile where the wide one would compute many columns in vain, or leave multiprocessors idle.
     const int64_t wide_tiles = p.batch * p.heads_c * ceil_div(p.m, 128) * ceil_div(p.n, 128);
     const bool narrow = p.n <= 64 || (p.n > 128 && p.n <= 192) || wide_tiles < kFewTiles;
     narrow ? dispatch_matmul_mma<Element, 64>(p, stream) : dispatch_matmul_mma<Element, 128>(p, stream);

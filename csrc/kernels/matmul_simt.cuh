@@ -82,6 +82,8 @@ struct MatmulSimt {
   static constexpr int kStepM = kTile.warps_m * kLanesM * kVector, kStepN = kTile.warps_n * kLanesN * kVector;
   static constexpr int kVectorsM = kBlockM / kStepM, kVectorsN = kBlockN / kStepN;
 
+  static constexpr int kUnroll = sizeof(Element) == 8 ? 4 : 8;  // lines of k in flight: 8 of fp64 spill
+
   using TileA = SimtTile<Element, kBlockM, kTransposeA>;
   using TileB = SimtTile<Element, kBlockN, !kTransposeB>;
 
@@ -103,7 +105,8 @@ template <typename Tile, typename Element>
 __device__ __forceinline__ void read_vectors(Element (&values)[8], const Tile& tile, int k, int mn, int step) {
 #pragma unroll
   for (int v = 0; v < 8; v += Tile::kVector) {
-    const auto vector = load_pack<Element, Tile::kVector>(&tile.smem[k][Tile::column(k, mn) + v / Tile::kVector * step]);
+    const auto vector =
+        load_pack<Element, Tile::kVector>(&tile.smem[k][Tile::column(k, mn) + v / Tile::kVector * step]);
 #pragma unroll
     for (int e = 0; e < Tile::kVector; ++e) values[v + e] = vector.at[e];
   }
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       __syncthreads();                    // ... all of them, and nobody reads the free stage any more
       load_next(shared.stage[free_stage]);
       const auto& current = shared.stage[stage];
-#pragma unroll
+#pragma unroll Config::kUnroll
       for (int k = 0; k < kBlockK; ++k) {
         Element a[8], b[8];
         read_vectors(a, current.a, k, thread_m, Config::kStepM);

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
+#include "device/ptx/st_global.h"
 #include "device/types.h"
 #include "params.h"
 
@@ -55,11 +58,11 @@ __device__ __forceinline__ OutputTile output_tile(int64_t index, const MatmulPar
 // One thread's place in an operand. The operand is (rows of m or n) x k, or k x (m or n) when kMnMajor;
 // "lines" are what is contiguous in memory: a line per row, or a line per k.
 struct OperandWalk {
-  const char* source;    // the first element that this thread copies of the next k tile
-  int64_t line_bytes;    // from one line to the next
-  int64_t tile_bytes;    // from one k tile to the next
-  int64_t head_bytes;    // from behind the last k tile of a head to the first one of the next
-  int mn_left;           // rows (columns) from the tile's first to the end of the operand
+  const char* source;  // the first element that this thread copies of the next k tile
+  int64_t line_bytes;  // from one line to the next
+  int64_t tile_bytes;  // from one k tile to the next
+  int64_t head_bytes;  // from behind the last k tile of a head to the first one of the next
+  int mn_left;         // rows (columns) from the tile's first to the end of the operand
 
   __device__ __forceinline__ void advance(bool next_head) {
     source += tile_bytes;
@@ -86,13 +89,15 @@ __device__ __forceinline__ OperandWalk operand_walk(const void* base, const Stri
 }
 
 // Stores neighbouring outputs, of which `inside` lie in c: at once where c is aligned and all do.
-// __stwb is a plain store that stays whole; a plain assignment the compiler splits for the sake of the other branch.
+// (An assignment of the pack would be split by the compiler for the sake of the other branch.)
 template <typename Out, int kCount>
 __device__ __forceinline__ void store_outputs(Out* c, const Pack<Out, kCount>& out, int64_t inside, bool aligned) {
   using Vector = std::conditional_t<sizeof(out) == 16, uint4, uint2>;
   static_assert(sizeof(Vector) == sizeof(out), "8 or 16 bytes");
   if (aligned && inside >= kCount) {
-    __stwb(reinterpret_cast<Vector*>(c), *reinterpret_cast<const Vector*>(&out));
+    Vector words;
+    memcpy(&words, &out, sizeof(out));
+    ptx::st_global(c, words);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

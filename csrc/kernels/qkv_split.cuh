@@ -1,6 +1,6 @@
-// query, key, value <- packed + bias, and back. Both move each element once, in packs of 16 bytes where all agree on them.
-// A row of packed is one token: all query heads, then all key heads, then all value heads.
-// instances/qkv_split.cu compiles this file; everyone else includes qkv_split.h.
+// query, key, value <- packed + bias, and back. Both move each element once, in packs of 16 bytes where all agree on
+// them. A row of packed is one token: all query heads, then all key heads, then all value heads. instances/qkv_split.cu
+// compiles this file; everyone else includes qkv_split.h.
 #pragma once
 
 #include "device/types.h"
@@ -37,7 +37,8 @@ __global__ __launch_bounds__(kQkvBlock) void qkv_split_kernel(const __grid_const
     const int column = static_cast<int>(at - row * packs) * kPack;
     const int64_t b = row / params.seqlen, i = row - b * params.seqlen;
 
-    const T* source = static_cast<const T*>(params.packed) + b * params.packed_batch_stride + i * params.packed_row_stride;
+    const T* source =
+        static_cast<const T*>(params.packed) + b * params.packed_batch_stride + i * params.packed_row_stride;
     Pack<T, kPack> pack = load_pack<T, kPack>(source + column);
     if (params.bias) {
       const Pack<T, kPack> bias = load_pack<T, kPack>(static_cast<const T*>(params.bias) + column);

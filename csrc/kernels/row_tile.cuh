@@ -10,6 +10,7 @@
 #include "device/types.h"
 #include "device/warp.h"
 #include "dispatch.h"
+#include "launch.h"
 #include "params.h"
 
 namespace mha_ext {
@@ -26,7 +27,10 @@ struct RowColumns {
   int first, step;  // of this thread
 
   __device__ __forceinline__ RowColumns(bool packed, int thread, int tile_begin = 0)
-      : packed(packed), tile_begin(tile_begin), first(tile_begin + (packed ? kPack * thread : thread)), step(packed ? 1 : kThreads) {}
+      : packed(packed),
+        tile_begin(tile_begin),
+        first(tile_begin + (packed ? kPack * thread : thread)),
+        step(packed ? 1 : kThreads) {}
 
   __device__ __forceinline__ int at(int vec, int element) const {
     return first + vec * kPack * kThreads + element * step;
@@ -45,15 +49,6 @@ struct RowColumns {
 
 template <typename T, int kVecs>
 using RowTile = T[kVecs][kPack];
-
-// Blocks that shall fit on a multiprocessor, which bounds the registers of a thread. Left alone, ptxas keeps the columns
-// of a tile in registers too and hides less latency; with less than this it spills.
-template <typename Acc>
-constexpr int min_blocks(int vecs, int warps) {
-  constexpr bool kDouble = std::is_same_v<Acc, double>;
-  const int registers = vecs <= 2 ? (kDouble ? 104 : 64) : vecs <= 4 ? (kDouble ? 128 : 80) : (kDouble ? 255 : 128);
-  return 64 * 1024 / (registers * kWarpSize * warps);
-}
 
 template <int kVecs, typename Visit>
 __device__ __forceinline__ void for_each_element(Visit&& visit) {
@@ -117,8 +112,8 @@ template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ void load_tile(RowTile<Acc, kVecs>& tile, const void* base, DType dtype, int64_t row_offset,
                                           const RowColumns<kVecs, kThreads>& columns, int begin, int end) {
   for_each_element<kVecs>([&](int vec, int element) { tile[vec][element] = Acc(0); });
-  read_tile<Acc, kVecs, kThreads>(base, dtype, row_offset, columns, begin, end,
-                                  [&](int vec, int element, Acc value) { tile[vec][element] = value; });
+  read_tile<Acc>(base, dtype, row_offset, columns, begin, end,
+                 [&](int vec, int element, Acc value) { tile[vec][element] = value; });
 }
 
 template <typename Acc, int kVecs, int kThreads>
@@ -162,9 +157,9 @@ __device__ __forceinline__ auto mask_value(T element) {
   }
 }
 
-// Which columns j < end of a tile dropout keeps: bit vec * kPack + element. A philox number serves columns j and j ^ 8, which two
-// lanes of the warp hold: each of the two draws half of the numbers that they share. All lanes of the warp take part.
-// A rolled loop: 32 numbers in flight would cost more registers than the row itself.
+// Which columns j < end of a tile dropout keeps: bit vec * kPack + element. A philox number serves columns j and j ^ 8,
+// which two lanes of the warp hold: each of the two draws half of the numbers that they share. All lanes of the warp
+// take part. A rolled loop: 32 numbers in flight would cost more registers than the row itself.
 template <int kVecs, int kThreads>
 __device__ __forceinline__ uint32_t kept_columns(const DropoutParams& params, uint32_t batch_head, int i,
                                                  const RowColumns<kVecs, kThreads>& columns, int end) {
@@ -194,15 +189,62 @@ __device__ __forceinline__ uint32_t kept_columns(const DropoutParams& params, ui
 
 // tile = tile * keep / (1 - p)
 template <typename Acc, int kVecs, int kThreads>
-__device__ __forceinline__ void drop_tile(RowTile<Acc, kVecs>& tile, const DropoutParams& params,
-                                          uint32_t batch_head, int i,
-                                          const RowColumns<kVecs, kThreads>& columns, int end) {
+__device__ __forceinline__ void drop_tile(RowTile<Acc, kVecs>& tile, const DropoutParams& params, uint32_t batch_head,
+                                          int i, const RowColumns<kVecs, kThreads>& columns, int end) {
   const uint32_t kept = kept_columns(params, batch_head, i, columns, end);
   const Acc scale = static_cast<Acc>(params.keep_scale);
   for_each_element<kVecs>([&](int vec, int element) {
     const bool keep = (kept >> (vec * kPack + element) & 1) != 0;
     tile[vec][element] = keep ? tile[vec][element] * scale : Acc(0);
   });
+}
+
+// How a block works on rows: kWarps_ warps share one, and a block has kRows of them. A warp alone needs no barrier, so
+// that several fit a block.
+template <typename Acc_, int kVecs_, int kWarps_, int kRows_ = 1>
+struct RowBlock {
+  static_assert(kWarps_ == 1 || kRows_ == 1, "a row shared by several warps has the block to itself");
+  using Acc = Acc_;
+  static constexpr int kVecs = kVecs_, kWarps = kWarps_, kRows = kRows_;
+  static constexpr int kThreads = kWarpSize * kWarps;  // of a row
+  static constexpr int kBlock = kThreads * kRows;
+  using Columns = RowColumns<kVecs, kThreads>;
+
+  // Blocks that shall fit on a multiprocessor, which bounds the registers of a thread: `tiles` of them and what is in
+  // flight. Left alone, ptxas keeps the columns of a tile in registers too and hides less latency; with less it spills.
+  static constexpr int min_blocks(int tiles) {
+    constexpr bool kDouble = std::is_same_v<Acc, double>;
+    const int vecs = tiles * kVecs;
+    const int registers = vecs <= 2 ? (kDouble ? 104 : 64) : vecs <= 4 ? (kDouble ? 128 : 80) : (kDouble ? 255 : 128);
+    return 64 * 1024 / (registers * kBlock);
+  }
+};
+
+// The blocks for rows that stay in registers, by length; false for a longer row, which LongRowBlock reads in tiles.
+// 32 columns a thread: fewer repeat the work that a warp does once a row, more do not fit registers.
+template <typename Acc, typename Visit>
+bool dispatch_row_block(int64_t seqlen_kv, Visit&& visit) {
+  const auto fits = [&](auto block) {
+    if (seqlen_kv > decltype(block)::Columns::kTile) return false;
+    visit(block);
+    return true;
+  };
+  return fits(RowBlock<Acc, 2, 1, 4>{}) || fits(RowBlock<Acc, 8, 1, 4>{}) || fits(RowBlock<Acc, 8, 4>{}) ||
+         fits(RowBlock<Acc, 8, 8>{});
+}
+
+template <typename Acc>
+using LongRowBlock = RowBlock<Acc, 2, 16>;
+
+// Launches a kernel that takes its params and `rows`, whose first_row moves on where one grid does not hold all rows.
+template <typename Block, typename Params, typename Rows>
+void launch_rows(const char* name, void (*kernel)(Params, Rows), Block, const Params& params, Rows rows,
+                 cudaStream_t stream) {
+  const int64_t num_rows = params.batch * params.heads * params.seqlen_q;
+  for (rows.first_row = 0; rows.first_row < num_rows; rows.first_row += kMaxGrid * Block::kRows) {
+    const int64_t grid = (num_rows - rows.first_row + Block::kRows - 1) / Block::kRows;
+    launch(kernel, {name, grid, Block::kBlock, 0, stream}, params, rows);
+  }
 }
 
 // Which row a group of threads works on.
