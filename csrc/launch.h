@@ -14,9 +14,9 @@ namespace mha_ext {
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
 struct LaunchConfig {
-  const char* name;  // for the error message
-  int64_t grid;      // blocks, clamped to kMaxGrid
-  int block;         // threads
+  const char* name;   // for the error message
+  int64_t grid;       // blocks, clamped to kMaxGrid
+  int block;          // threads
   size_t shared = 0;  // bytes of dynamic shared memory
   cudaStream_t stream = nullptr;
 };

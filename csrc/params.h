@@ -69,8 +69,8 @@ struct ScoreRuleParams {
   const int64_t* q_offsets;    // (batch) or null: replaces q_offset
   const void* alibi_slopes;    // (batch, heads) fp32 (fp64), or null
   int64_t alibi_batch_stride, alibi_head_stride;
-  const void* sinks;  // (heads) contiguous fp32 (fp64), or null
-  int64_t q_offset;   // query i stands at position i + q_offset
+  const void* sinks;                  // (heads) contiguous fp32 (fp64), or null
+  int64_t q_offset;                   // query i stands at position i + q_offset
   int64_t window_left, window_right;  // -1: unlimited on that side
   double softcap;                     // 0: none
 };
@@ -86,8 +86,8 @@ struct DropoutParams {
 struct MaskedSoftmaxParams {
   const void* scores;  // (batch, heads, seqlen_q, seqlen_kv)
   Strides3 scores_strides;
-  void* weights;    // (batch, heads, seqlen_q, seqlen_kv)
-  void* dropped;    // the weights after dropout, with the strides of weights, or null
+  void* weights;  // (batch, heads, seqlen_q, seqlen_kv)
+  void* dropped;  // the weights after dropout, with the strides of weights, or null
   Strides3 weights_strides;
   void* lse;        // (batch, heads, seqlen_q) contiguous, accumulation type
   void* max_score;  // the same, or null
@@ -112,7 +112,7 @@ struct MaskedSoftmaxBackwardParams {
   const void* scores;  // the raw scores where rule.softcap != 0, else null
   Strides3 scores_strides;
   DType scores_dtype;
-  const void* lse;   // (batch, heads, seqlen_q) contiguous, accumulation type
+  const void* lse;    // (batch, heads, seqlen_q) contiguous, accumulation type
   void* grad_scores;  // (batch, heads, seqlen_q, seqlen_kv)
   void* grad_bias;    // gradient of what is added after softcap, with the strides of grad_scores, or null
   Strides3 grad_scores_strides;

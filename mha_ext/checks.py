@@ -70,7 +70,7 @@ def check_real(
     return value
 
 
-FAR = 2**60  # beyond any position, and safe to add up
+FAR = 2**30  # beyond any position
 
 
 def check_int(name: str, x: Any, *, low: int = -FAR, high: int = FAR) -> int:

@@ -162,6 +162,7 @@ def _present(call: AttentionCall, result: AttentionResult) -> Tensor | Attention
     def shaped(x: Tensor | None, wanted: bool) -> Tensor | None:
         if not wanted or x is None:
             return None
+        x = x.contiguous()  # kernels pad the rows of weights
         return x if len(call.leading) == 2 else x.reshape(*call.leading, *x.shape[2:])
 
     output = shaped(result.output, True)
@@ -340,5 +341,5 @@ def masked_softmax(
         result = reference.masked_softmax(
             scores.to(compute), dropout_p=dropout_p, rng_state=rng_state, return_entropy=False, **arguments
         )  # fmt: skip
-    weights = result.dropped.to(dtype)
+    weights = result.dropped.to(dtype).contiguous()
     return (weights, result.lse) if return_lse else weights

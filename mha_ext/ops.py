@@ -27,6 +27,12 @@ def allow_tf32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
+def _empty_aligned_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows are padded to 8 elements in memory, as in csrc/api/parts.cpp."""
+    length = like.shape[-1]
+    return like.new_empty((*like.shape[:-1], (length + 7) // 8 * 8), dtype=dtype)[..., :length]
+
+
 # --- fakes ----------------------------------------------------------------------------------------
 
 
@@ -76,8 +82,8 @@ def _fake_masked_softmax(
     rows, compute = scores.shape[:3], accumulate_dtype_of(scores.dtype)
     stats = rows if return_stats else (0,)
     return (
-        scores.new_empty(scores.shape, dtype=out_dtype),
-        scores.new_empty(scores.shape if dropout_p > 0 else (0,), dtype=out_dtype),
+        _empty_aligned_rows(scores, out_dtype),
+        _empty_aligned_rows(scores, out_dtype) if dropout_p > 0 else scores.new_empty((0,), dtype=out_dtype),
         scores.new_empty(rows, dtype=compute),
         scores.new_empty(stats, dtype=compute),
         scores.new_empty(stats, dtype=compute),
@@ -104,8 +110,10 @@ def _fake_masked_softmax_backward(
 ) -> tuple[Tensor, ...]:
     empty = (0,)
     return (
-        weights.new_empty(weights.shape, dtype=grad_dtype),
-        weights.new_empty(weights.shape if bias_grad and softcap else empty, dtype=grad_dtype),
+        _empty_aligned_rows(weights, grad_dtype),
+        _empty_aligned_rows(weights, grad_dtype)
+        if bias_grad and softcap
+        else weights.new_empty((0,), dtype=grad_dtype),
         lse.new_empty(lse.shape if sink_grad else empty),
         lse.new_empty(lse.shape if slope_grad else empty),
     )

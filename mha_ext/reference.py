@@ -193,7 +193,7 @@ def masked_softmax(
     if dropout_p > 0:
         rng_state = draw_rng_state(scores.device) if rng_state is None else rng_state
         keep = dropout_keep(scores.shape, dropout_p, rng_state)
-        dropped = weights * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+        dropped = (weights * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)).masked_fill(~keep, 0)
     return SoftmaxResult(weights, dropped, lse, max_score, entropy)
 
 

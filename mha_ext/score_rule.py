@@ -1,12 +1,14 @@
 """Which scores a query sees and what is added to them, checked and in one form for every backend."""
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import (
+    FAR,
     FLOATING,
     check_alike,
     check_bool,
@@ -91,8 +93,8 @@ def _mask(shape: tuple[int, int, int, int], like: Tensor, attn_mask: Any, comput
     mask: Tensor = attn_mask[(None,) * (4 - attn_mask.dim())]
     if mask.dtype == torch.float64 and compute == torch.float32:  # finite must not round to -inf, which hides
         low = torch.finfo(torch.float32).min
-        shift = (mask.clamp(min=low) - mask).detach()  # so that the gradient passes as through the mask itself
-        mask = torch.where(mask == -math.inf, mask, mask + shift).to(compute)
+        with_gradient = low + (mask - mask.detach())
+        mask = torch.where((mask < low) & (mask != -math.inf), with_gradient, mask).to(compute)
     return mask
 
 
@@ -101,7 +103,9 @@ def _window(window: Any) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: expected a pair (left, right) of ints or None, got {describe(window)}")
-    left, right = (None if side is None else check_int("window", side, low=0) for side in window)
+    left, right = (
+        None if side is None else min(check_int("window", side, low=0, high=sys.maxsize), 2 * FAR) for side in window
+    )
     return left, right
 
 

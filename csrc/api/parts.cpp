@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <vector>
 
 #include "api/checks.h"
 #include "api/device.h"
@@ -58,6 +59,14 @@ void check_result_dtype(at::ScalarType dtype, const char* name, at::ScalarType o
 
 void check_softcap(double softcap) {
   TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), "softcap: expected a finite number >= 0, got ", softcap);
+}
+
+// Rows that start on 16 bytes whatever their length, since the products that read them copy 16 bytes at a time.
+at::Tensor empty_aligned_rows(at::IntArrayRef shape, const at::TensorOptions& options) {
+  constexpr int64_t kPitch = 8;
+  std::vector<int64_t> padded = shape.vec();
+  padded.back() = (padded.back() + kPitch - 1) / kPitch * kPitch;
+  return at::empty(padded, options).narrow(-1, 0, shape.back());
 }
 
 const void* pointer(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
@@ -208,8 +217,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_so
   const at::TensorOptions weights_options = scores.options().dtype(out_dtype);
   const at::TensorOptions row_options = scores.options().dtype(row_dtype);
   const at::IntArrayRef row_shape = scores.sizes().slice(0, 3);
-  at::Tensor weights = at::empty(scores.sizes(), weights_options);
-  at::Tensor dropped = dropout_p > 0 ? at::empty(scores.sizes(), weights_options) : at::empty({0}, weights_options);
+  at::Tensor weights = empty_aligned_rows(scores.sizes(), weights_options);
+  at::Tensor dropped =
+      dropout_p > 0 ? empty_aligned_rows(scores.sizes(), weights_options) : at::empty({0}, weights_options);
   at::Tensor lse = at::empty(row_shape, row_options);
   at::Tensor max_score = return_stats ? at::empty(row_shape, row_options) : at::empty({0}, row_options);
   at::Tensor entropy = return_stats ? at::empty(row_shape, row_options) : at::empty({0}, row_options);
@@ -284,8 +294,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_softmax_backwa
   const at::TensorOptions grad_options = weights.options().dtype(grad_dtype);
   const at::TensorOptions row_options = weights.options().dtype(row_dtype);
   const bool separate_bias = bias_grad && softcap > 0;  // else grad_scores is the bias's gradient
-  at::Tensor grad_scores = at::empty(weights.sizes(), grad_options);
-  at::Tensor grad_bias = separate_bias ? at::empty(weights.sizes(), grad_options) : at::empty({0}, grad_options);
+  at::Tensor grad_scores = empty_aligned_rows(weights.sizes(), grad_options);
+  at::Tensor grad_bias =
+      separate_bias ? empty_aligned_rows(weights.sizes(), grad_options) : at::empty({0}, grad_options);
   at::Tensor grad_sink_rows = sink_grad ? at::empty(row_shape, row_options) : at::empty({0}, row_options);
   at::Tensor grad_slope_rows = slope_grad ? at::empty(row_shape, row_options) : at::empty({0}, row_options);
 
