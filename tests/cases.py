@@ -13,6 +13,11 @@ class BackendUnderTest(NamedTuple):
     name: str
     device: str
 
+    @property
+    def simulated(self) -> bool:
+        """CUDA kernels, and no GPU."""
+        return self.name != "reference" and self.device == "cpu"
+
 
 class Shape(NamedTuple):
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import BackendUnderTest
 from hypothesis import HealthCheck, settings
 
 import mha_ext
@@ -17,6 +18,15 @@ settings.register_profile(
     "mha_ext", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("mha_ext")
+
+torch.set_num_threads(1)  # waking threads for tensors this small takes longer than the work
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "kernels" in getattr(item, "fixturenames", ()) or parameters.get("backend") == "unfused":
+            item.add_marker(pytest.mark.sim)
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +50,19 @@ def kernels(_kernel_device: str) -> Iterator[str]:
     """The device type whose tensors torch.ops.mha_ext takes, with the backend set to those kernels."""
     with mha_ext.backends.use_backend("unfused"):
         yield _kernel_device
+
+
+@pytest.fixture(params=["reference", "unfused"])
+def backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
+    """Every test that takes it runs once on the reference and once on the kernels: the backend in force."""
+    if request.param == "reference":
+        with mha_ext.backends.use_backend("reference"):
+            yield BackendUnderTest("reference", "cpu")
+    else:
+        yield BackendUnderTest("unfused", request.getfixturevalue("kernels"))
+
+
+@pytest.fixture
+def device(backend: BackendUnderTest) -> str:
+    """Where the tensors of the backend in force live."""
+    return backend.device

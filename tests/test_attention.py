@@ -13,8 +13,6 @@ from torch import Tensor
 
 import mha_ext
 
-pytest_plugins = ["backends_under_test"]
-
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -14,8 +14,6 @@ from torch import Tensor
 import mha_ext
 from mha_ext import reference
 
-pytest_plugins = ["backends_under_test"]
-
 
 def rng_state(seed: int, offset: int) -> Tensor:
     return torch.tensor([seed, offset], dtype=torch.int64)

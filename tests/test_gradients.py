@@ -13,7 +13,6 @@ from torch.autograd import gradcheck, gradgradcheck
 import mha_ext
 from mha_ext import AttentionResult
 
-pytest_plugins = ["backends_under_test"]
 # torch.func.jvp and forward-mode AD load torch's own scripted decompositions
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 

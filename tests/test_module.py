@@ -3,7 +3,7 @@
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,15 +14,6 @@ from torch.nn.utils import parametrize, prune
 
 import mha_ext
 from mha_ext import MultiHeadAttention
-
-
-@pytest.fixture(params=["reference", pytest.param("unfused", marks=pytest.mark.sim)])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "unfused":
-        yield request.getfixturevalue("kernels")
-        return
-    with mha_ext.backends.use_backend("reference"):
-        yield "cpu"
 
 
 def assert_as_exact(ours: Tensor, theirs: Tensor, exact: Tensor, name: str) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 import mha_ext
 from mha_ext import AttentionResult
 
-pytest_plugins = ["backends_under_test"]
 onnx = pytest.importorskip("onnx", reason="onnx holds the cases")
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 import mha_ext
 
-pytest_plugins = ["backends_under_test"]
-
 FLOORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 sizes = st.integers(1, 9)
 
