@@ -1,0 +1,49 @@
+// Switches of the simulator. Read once when a launch starts.
+#pragma once
+
+#include <cstdint>
+
+namespace gpusim {
+
+// When an asynchronous copy is seen by the rest of the block.
+enum class Arrival : std::uint8_t { late, at_once, random };
+
+struct Checks {
+  bool global_bounds = true;
+  bool shared_bounds = true;
+  bool alignment = true;
+  bool uninitialized = true;        // shared memory read before it was written
+  bool races = true;                // shared memory, by vector clocks
+  bool barriers = true;             // barriers that do not match, exited warps
+  bool async_wait = true;           // results used before their wait
+  bool mbarrier_init_fence = true;  // fence between mbarrier.init and the async proxy
+};
+
+struct Config {
+  Checks checks;
+  Arrival arrival = Arrival::late;
+  std::uint64_t seed = 0;  // 0: warps take turns; else a random order with preemption
+  int architecture = 90;
+  int threads = 1;
+  int multiprocessors = 132;
+  bool count_memory = true;      // sectors and wavefronts
+  std::uint64_t step_limit = 0;  // warp instructions a block may execute; 0: no limit
+};
+
+Config& config();
+
+// The largest shared memory a block may ask for, in bytes.
+inline int shared_limit(int architecture) {
+  switch (architecture) {
+    case 75: return 65536;
+    case 80:
+    case 87: return 166912;
+    case 86:
+    case 89:
+    case 120:
+    case 121: return 101376;
+    default: return 232448;
+  }
+}
+
+}  // namespace gpusim

@@ -1,0 +1,157 @@
+// What Python calls through ctypes: switches, registered memory, counters, and launching a kernel of a PTX text.
+#include <cstring>
+#include <string>
+
+#include "config.h"
+#include "fault.h"
+#include "launch.h"
+#include "memory.h"
+#include "registry.h"
+#include "tensor_map.h"
+
+#define GPUSIM_API extern "C" __attribute__((visibility("default")))
+
+using namespace gpusim;
+
+namespace {
+
+thread_local std::string answer;  // keeps the last text alive
+
+template <class F>
+const char* text_or_error(F f) {  // "" when all is well, else the message
+  answer.clear();
+  try {
+    f();
+  } catch (const std::exception& error) {
+    answer = error.what();
+    if (answer.empty()) answer = "unknown error";
+  }
+  return answer.c_str();
+}
+
+}  // namespace
+
+// Sets a switch by name. Returns 0 when there is no such switch.
+GPUSIM_API int gpusim_set(const char* name, long long value) {
+  Config& c = config();
+  Checks& k = c.checks;
+  const std::string which = name;
+  const bool on = value != 0;
+  if (which == "global_bounds")
+    k.global_bounds = on;
+  else if (which == "shared_bounds")
+    k.shared_bounds = on;
+  else if (which == "alignment")
+    k.alignment = on;
+  else if (which == "uninitialized")
+    k.uninitialized = on;
+  else if (which == "races")
+    k.races = on;
+  else if (which == "barriers")
+    k.barriers = on;
+  else if (which == "async_wait")
+    k.async_wait = on;
+  else if (which == "mbarrier_init_fence")
+    k.mbarrier_init_fence = on;
+  else if (which == "arrival")
+    c.arrival = static_cast<Arrival>(value);
+  else if (which == "seed")
+    c.seed = static_cast<std::uint64_t>(value);
+  else if (which == "architecture")
+    c.architecture = static_cast<int>(value);
+  else if (which == "threads")
+    c.threads = static_cast<int>(value);
+  else if (which == "multiprocessors")
+    c.multiprocessors = static_cast<int>(value);
+  else if (which == "count_memory")
+    c.count_memory = on;
+  else if (which == "step_limit")
+    c.step_limit = static_cast<std::uint64_t>(value);
+  else
+    return 0;
+  return 1;
+}
+
+GPUSIM_API long long gpusim_get(const char* name) {
+  const Config& c = config();
+  const Checks& k = c.checks;
+  const std::string which = name;
+  if (which == "global_bounds") return k.global_bounds;
+  if (which == "shared_bounds") return k.shared_bounds;
+  if (which == "alignment") return k.alignment;
+  if (which == "uninitialized") return k.uninitialized;
+  if (which == "races") return k.races;
+  if (which == "barriers") return k.barriers;
+  if (which == "async_wait") return k.async_wait;
+  if (which == "mbarrier_init_fence") return k.mbarrier_init_fence;
+  if (which == "arrival") return static_cast<long long>(c.arrival);
+  if (which == "seed") return static_cast<long long>(c.seed);
+  if (which == "architecture") return c.architecture;
+  if (which == "threads") return c.threads;
+  if (which == "multiprocessors") return c.multiprocessors;
+  if (which == "count_memory") return c.count_memory;
+  if (which == "step_limit") return static_cast<long long>(c.step_limit);
+  return -1;
+}
+
+GPUSIM_API void gpusim_register_memory(const void* start, std::size_t bytes) {
+  register_memory(start, bytes, "registered");
+}
+GPUSIM_API void gpusim_unregister_memory(const void* start) { unregister_memory(start); }
+
+// The records of the launches since the last call, as a JSON list.
+GPUSIM_API const char* gpusim_take_records() {
+  answer = "[";
+  for (const LaunchRecord& record : launch_records()) answer += (answer.size() > 1 ? ",\n " : "") + to_json(record);
+  answer += "]";
+  clear_launch_records();
+  return answer.c_str();
+}
+
+// A module from PTX text; null and gpusim_last_error() when it cannot be read.
+GPUSIM_API void* gpusim_load_ptx(const char* ptx) {
+  Binary* binary = add_ptx(ptx);
+  text_or_error([&] { binary->load(); });
+  return answer.empty() ? binary : nullptr;
+}
+GPUSIM_API const char* gpusim_last_error() { return answer.c_str(); }
+
+// The sizes of the kernel's parameters, one byte offset and size pair each; returns their number, -1 on error.
+GPUSIM_API int gpusim_parameters(void* module, const char* kernel, unsigned* sizes, int room) {
+  int n = -1;
+  text_or_error([&] {
+    const Program& program = static_cast<Binary*>(module)->load().kernel(kernel);
+    n = static_cast<int>(program.params.size());
+    for (int i = 0; i < n && i < room; ++i) sizes[i] = program.params[i].bytes;
+  });
+  return n;
+}
+
+// args: one pointer to the value of each parameter. Returns "" or the error.
+GPUSIM_API const char* gpusim_launch(void* module, const char* kernel, const unsigned* grid, const unsigned* block,
+                                     unsigned shared, void** args) {
+  return text_or_error([&] {
+    Launch l;
+    l.program = &static_cast<Binary*>(module)->load().kernel(kernel);
+    l.config = config();
+    std::copy(grid, grid + 3, l.grid);
+    std::copy(block, block + 3, l.block);
+    l.dynamic_shared = shared;
+    l.params.resize(l.program->param_bytes + 128);
+    const auto base = reinterpret_cast<std::uintptr_t>(l.params.data());
+    std::byte* params = l.params.data() + ((base + 63) / 64 * 64 - base);
+    l.param_base = params;
+    for (std::size_t i = 0; i < l.program->params.size(); ++i) {
+      std::memcpy(params + l.program->params[i].offset, args[i], l.program->params[i].bytes);
+    }
+    run_launch(l);
+  });
+}
+
+// cuTensorMapEncodeTiled for Python; swizzle: 0 none, 1 32 bytes, 2 64 bytes, 3 128 bytes.
+GPUSIM_API const char* gpusim_encode_tiled(void* map, int element_bytes, unsigned rank, const void* address,
+                                           const std::uint64_t* dims, const std::uint64_t* strides,
+                                           const std::uint32_t* box, const std::uint32_t* steps, int swizzle) {
+  return encode_tiled(map, element_bytes, rank, reinterpret_cast<std::uint64_t>(address), dims, strides, box, steps,
+                      static_cast<Swizzle>(swizzle));
+}

@@ -1,0 +1,492 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "fault.h"
+
+namespace gpusim {
+
+namespace {
+
+const std::unordered_map<std::string_view, Type>& type_names() {
+  static const std::unordered_map<std::string_view, Type> names = {
+      {"pred", Type::pred}, {"b8", Type::b8},         {"u8", Type::u8},         {"s8", Type::s8},
+      {"b16", Type::b16},   {"u16", Type::u16},       {"s16", Type::s16},       {"f16", Type::f16},
+      {"bf16", Type::bf16}, {"b32", Type::b32},       {"u32", Type::u32},       {"s32", Type::s32},
+      {"f32", Type::f32},   {"f16x2", Type::f16x2},   {"bf16x2", Type::bf16x2}, {"tf32", Type::tf32},
+      {"b64", Type::b64},   {"u64", Type::u64},       {"s64", Type::s64},       {"f64", Type::f64},
+      {"b128", Type::b128}, {"e4m3x2", Type::e4m3x2}, {"e5m2x2", Type::e5m2x2}};
+  return names;
+}
+
+const InstructionTable& instruction_table() {
+  static const InstructionTable table = [] {
+    InstructionTable t;
+    for (auto add : {add_arithmetic, add_integer, add_logic, add_float, add_compare, add_convert, add_move, add_memory,
+                     add_atomic, add_control, add_warp, add_matrix, add_cp_async, add_mbarrier, add_tma, add_wgmma}) {
+      add(t);
+    }
+    return t;
+  }();
+  return table;
+}
+
+constexpr std::uint64_t round_up(std::uint64_t n, std::uint64_t to) { return to ? (n + to - 1) / to * to : n; }
+
+}  // namespace
+
+int width_of(Type type) {
+  switch (type) {
+    case Type::pred: return 1;
+    case Type::b8:
+    case Type::u8:
+    case Type::s8: return 1;
+    case Type::b16:
+    case Type::u16:
+    case Type::s16:
+    case Type::f16:
+    case Type::bf16:
+    case Type::e4m3x2:
+    case Type::e5m2x2: return 2;
+    case Type::b64:
+    case Type::u64:
+    case Type::s64:
+    case Type::f64: return 8;
+    case Type::b128: return 16;
+    default: return 4;
+  }
+}
+
+bool is_signed(Type type) { return type == Type::s8 || type == Type::s16 || type == Type::s32 || type == Type::s64; }
+
+bool is_float(Type type) {
+  return type == Type::f16 || type == Type::bf16 || type == Type::f32 || type == Type::f64 || type == Type::tf32;
+}
+
+std::unique_ptr<Program> decode(const Module& module, const ptx::Function& entry) {
+  auto program = std::make_unique<Program>();
+  program->name = entry.name;
+  program->module = &module;
+  Decoder(module, *program).run(entry);
+  return program;
+}
+
+void Decoder::fail(const std::string& what) const {
+  const int line = now_ ? now_->line : 0;
+  std::string shown = now_ ? now_->name : "";
+  if (line > 0 && line <= static_cast<int>(module_.source.lines.size())) shown = module_.source.lines[line - 1];
+  throw Error(text("kernel ", program_.name, ": ", what, "\n  at PTX line ", line, ": ", shown));
+}
+
+// the kernel ------------------------------------------------------------------------------------------------------
+
+void Decoder::run(const ptx::Function& entry) {
+  program_.register_bytes = 128;  // slot 0: the predicate that is always true
+  program_.constants.push_back({0, 1, kAllLanes});
+  Scope outer;
+  std::uint32_t offset = 0;
+  for (const ptx::Variable& p : entry.params) {
+    const auto bytes = static_cast<std::uint32_t>(ptx::bytes_of_type(p.type) * p.elements);
+    offset = static_cast<std::uint32_t>(round_up(offset, p.align));
+    program_.params.push_back({offset, bytes});
+    outer.memory[p.name] = {Space::param, offset};
+    offset += bytes;
+  }
+  program_.param_bytes = offset;
+  if (const auto found = entry.directives.find("maxntid"); found != entry.directives.end()) {
+    program_.max_threads = 1;
+    for (const std::uint64_t n : found->second) program_.max_threads *= static_cast<int>(n);
+  }
+  function_body(entry, {outer});
+  Op exit;  // a body may end without ret
+  ptx::Statement end;
+  end.name = "exit";
+  end.opcode = {"exit"};
+  end.line = entry.line;
+  instruction(end);
+  for (const auto& [at, label] : fixups_) {
+    if (label_at_[label] < 0) fail("a label that is used is not defined");
+    program_.code[at].imm = label_at_[label];
+  }
+  program_.dynamic_shared_offset = static_cast<std::uint32_t>(round_up(program_.static_shared, 16));
+  for (const auto& [name, memory] : shared_) {
+    if (memory.dynamic) {
+      const auto align = std::max<std::uint64_t>(16, module_.variable(name) ? module_.variable(name)->align : 16);
+      program_.dynamic_shared_offset = static_cast<std::uint32_t>(round_up(program_.dynamic_shared_offset, align));
+    }
+  }
+  for (const std::size_t i : dynamic_constants_) program_.constants[i].bits += program_.dynamic_shared_offset;
+}
+
+// Decodes the body of a function in place. `outer` holds what its parameters are bound to.
+void Decoder::function_body(const ptx::Function& f, std::vector<Scope> outer) {
+  const std::vector<Scope> saved_scopes = std::move(scopes_);
+  const int saved_end = end_label_;
+  scopes_ = std::move(outer);
+  call_stack_.push_back(f.name);
+  if (call_stack_.size() > 1) {
+    end_label_ = static_cast<int>(label_at_.size());
+    label_at_.push_back(-1);
+  }
+  const auto open_scope = [&](std::size_t first) {
+    Scope scope;
+    int depth = 0;
+    for (std::size_t i = first; i < f.body.size() && depth >= 0; ++i) {
+      const ptx::Statement& s = f.body[i];
+      if (s.kind == ptx::Statement::Kind::open) ++depth;
+      if (s.kind == ptx::Statement::Kind::close) --depth;
+      if (depth != 0) continue;
+      if (s.kind == ptx::Statement::Kind::label) {
+        scope.labels[s.name] = static_cast<int>(label_at_.size());
+        label_at_.push_back(-1);
+      } else if (s.kind == ptx::Statement::Kind::targets) {
+        for (const ptx::Operand& o : s.operands) scope.targets[s.name].push_back(o.name);
+      }
+    }
+    scopes_.push_back(std::move(scope));
+  };
+  open_scope(0);
+  for (std::size_t i = 0; i < f.body.size(); ++i) {
+    const ptx::Statement& s = f.body[i];
+    now_ = &s;
+    switch (s.kind) {
+      case ptx::Statement::Kind::open: open_scope(i + 1); break;
+      case ptx::Statement::Kind::close: scopes_.pop_back(); break;
+      case ptx::Statement::Kind::variable: declare(s.variable); break;
+      case ptx::Statement::Kind::label: label_at_[find_label(s.name)] = static_cast<int>(program_.code.size()); break;
+      case ptx::Statement::Kind::targets: break;
+      case ptx::Statement::Kind::instruction: instruction(s); break;
+    }
+  }
+  if (call_stack_.size() > 1) label_at_[end_label_] = static_cast<int>(program_.code.size());
+  call_stack_.pop_back();
+  end_label_ = saved_end;
+  scopes_ = saved_scopes;
+}
+
+void Decoder::instruction(const ptx::Statement& s) {
+  now_ = &s;
+  op = Op{};
+  kind = Class::move;
+  tensor_flops = 0;
+  taken_.assign(s.opcode.size(), false);
+  taken_[0] = true;
+  if (!s.guard.empty()) {
+    op.guard = predicate(s.guard);
+    op.guard_flip = s.guard_negated ? kAllLanes : 0;
+  }
+  const std::string& name = s.opcode[0];
+  if (name == "call") return call(s);
+  if (name == "brx") return indexed_branch(s);
+  const auto found = instruction_table().find(name);
+  if (found == instruction_table().end()) fail("the instruction '" + s.name + "' is not known to the simulator");
+  found->second(*this);
+  for (std::size_t i = 0; i < taken_.size(); ++i) {
+    if (!taken_[i]) fail("'." + s.opcode[i] + "' of the instruction '" + s.name + "' is not known to the simulator");
+  }
+  const bool jumps = name == "bra" || (name == "ret" && call_stack_.size() > 1);
+  if (jumps) {
+    const int label = name == "ret" ? end_label_ : find_label(operand(0).name);
+    fixups_.emplace_back(program_.code.size(), label);
+  }
+  finish(s, op);
+}
+
+void Decoder::emit(const Op& extra) { finish(*now_, extra); }
+
+void Decoder::finish(const ptx::Statement& s, const Op& o) {
+  if ((o.space == Space::shared || o.space == Space::generic) && o.size > 0 &&
+      (kind == Class::load_shared || kind == Class::store_shared || kind == Class::load_global ||
+       kind == Class::store_global || kind == Class::atomic)) {
+    program_.shared_granule_shift =
+        std::min(program_.shared_granule_shift, static_cast<int>(std::countr_zero(unsigned{o.size})));
+  }
+  program_.code.push_back(o);
+  program_.info.push_back({s.line, s.source, kind, tensor_flops});
+}
+
+// brx.idx: one guarded comparison and branch for each target.
+void Decoder::indexed_branch(const ptx::Statement& s) {
+  const Slot index = source(0, 4);
+  std::vector<std::string> names;
+  for (auto scope = scopes_.rbegin(); scope != scopes_.rend() && names.empty(); ++scope) {
+    if (const auto found = scope->targets.find(operand(1).name); found != scope->targets.end()) names = found->second;
+  }
+  if (names.empty()) fail("no table of branch targets '" + operand(1).name + "'");
+  const Op guard = op;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    op = guard;
+    op.run = branch_if_equal;
+    op.a = index;
+    op.b = constant(i, 4);
+    kind = Class::control;
+    fixups_.emplace_back(program_.code.size(), find_label(names[i]));
+    finish(s, op);
+  }
+}
+
+// modifiers -------------------------------------------------------------------------------------------------------
+
+bool Decoder::take(std::string_view modifier) {
+  for (std::size_t i = 1; i < taken_.size(); ++i) {
+    if (!taken_[i] && now_->opcode[i] == modifier) return taken_[i] = true;
+  }
+  return false;
+}
+
+bool Decoder::opcode_has(std::string_view part) const {
+  return std::find(now_->opcode.begin(), now_->opcode.end(), part) != now_->opcode.end();
+}
+
+std::string_view Decoder::take_any(std::initializer_list<std::string_view> choices) {
+  for (const std::string_view choice : choices) {
+    if (take(choice)) return choice;
+  }
+  return "";
+}
+
+void Decoder::ignore(std::initializer_list<std::string_view> modifiers) {
+  for (const std::string_view modifier : modifiers) take(modifier);
+}
+
+void Decoder::take_cache_hints() {
+  for (std::size_t i = 1; i < taken_.size(); ++i) {
+    const std::string& part = now_->opcode[i];
+    for (const char* prefix : {"L1::", "L2::", "level::"}) taken_[i] = taken_[i] || part.rfind(prefix, 0) == 0;
+  }
+  ignore({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
+}
+
+bool Decoder::has_type() const {
+  for (std::size_t i = 1; i < taken_.size(); ++i) {
+    if (!taken_[i] && type_names().count(now_->opcode[i])) return true;
+  }
+  return false;
+}
+
+Type Decoder::peek_type() const {
+  for (std::size_t i = now_->opcode.size(); i-- > 1;) {
+    if (const auto found = type_names().find(now_->opcode[i]); found != type_names().end()) return found->second;
+  }
+  fail("the instruction '" + now_->name + "' lacks a type");
+}
+
+Type Decoder::take_type() {
+  for (std::size_t i = 1; i < taken_.size(); ++i) {
+    if (taken_[i]) continue;
+    if (const auto found = type_names().find(now_->opcode[i]); found != type_names().end()) {
+      taken_[i] = true;
+      return found->second;
+    }
+  }
+  fail("the instruction '" + now_->name + "' lacks a type");
+}
+
+Rounding Decoder::take_rounding(Rounding otherwise) {
+  if (take("rn") || take("rni")) return Rounding::nearest_even;
+  if (take("rz") || take("rzi")) return Rounding::zero;
+  if (take("rm") || take("rmi")) return Rounding::down;
+  if (take("rp") || take("rpi")) return Rounding::up;
+  if (take("rna")) return Rounding::nearest_away;
+  return otherwise;
+}
+
+// operands --------------------------------------------------------------------------------------------------------
+
+const ptx::Operand& Decoder::operand(std::size_t i) const {
+  if (i >= now_->operands.size()) fail("too few operands");
+  return now_->operands[i];
+}
+
+std::vector<const ptx::Operand*> Decoder::elements(std::size_t i) const {
+  std::vector<const ptx::Operand*> result;
+  if (operand(i).kind != ptx::Operand::Kind::list) return {&operand(i)};
+  for (const ptx::Operand& part : operand(i).parts) result.push_back(&part);
+  return result;
+}
+
+std::uint64_t Decoder::immediate(std::size_t i) const {
+  if (operand(i).kind != ptx::Operand::Kind::integer) fail("expected a number");
+  return operand(i).bits;
+}
+
+Slot* Decoder::list(const std::vector<Slot>& slots) {
+  program_.lists.push_back(std::make_unique<Slot[]>(slots.size() + 1));
+  std::copy(slots.begin(), slots.end(), program_.lists.back().get());
+  return program_.lists.back().get();
+}
+
+Slot Decoder::allocate(int width) {
+  const Slot slot = program_.register_bytes;
+  program_.register_bytes += width == 1 ? 32 : kLanes * width;  // a predicate takes a word; keep rows aligned
+  program_.register_count += width > 4 ? width / 4 : 1;
+  return slot;
+}
+
+const Decoder::Register* Decoder::find_register(const std::string& name) {
+  for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
+    if (const auto found = scope->registers.find(name); found != scope->registers.end()) return &found->second;
+    std::size_t digits = name.size();
+    while (digits > 0 && std::isdigit(static_cast<unsigned char>(name[digits - 1]))) --digits;
+    for (std::size_t cut = digits; cut < name.size(); ++cut) {
+      const auto family = scope->families.find(name.substr(0, cut));
+      if (family == scope->families.end()) continue;
+      if (std::stoi(name.substr(cut)) >= family->second.second) continue;
+      const int width = family->second.first == "pred" ? 1 : ptx::bytes_of_type(family->second.first);
+      return &(scope->registers[name] = {allocate(width), width});
+    }
+  }
+  return nullptr;
+}
+
+bool Decoder::is_register(const std::string& name) { return find_register(name) != nullptr; }
+
+int Decoder::register_width(const ptx::Operand& o, int otherwise) {
+  if (o.kind != ptx::Operand::Kind::name) return otherwise;
+  const Register* r = find_register(o.name);
+  return r ? r->width : otherwise;
+}
+
+Slot Decoder::dest(const std::string& name, int width) {
+  if (name == "_") return allocate(width);
+  const Register* r = find_register(name);
+  if (!r) fail("'" + name + "' is not a register");
+  if (r->width != width) fail(text("'", name, "' has ", r->width * 8, " bits, the instruction writes ", width * 8));
+  return r->slot;
+}
+
+Slot Decoder::predicate(const std::string& name) {
+  if (name == "_" || name.empty()) return allocate(1);
+  const Register* r = find_register(name);
+  if (!r || r->width != 1) fail("'" + name + "' is not a predicate");
+  return r->slot;
+}
+
+Slot Decoder::source(const ptx::Operand& o, int width) {
+  using Kind = ptx::Operand::Kind;
+  if (o.kind == Kind::integer) return constant(width == 1 ? (o.bits ? kAllLanes : 0) : o.bits, width);
+  if (o.kind == Kind::real32 || o.kind == Kind::real64) {
+    if (o.kind == Kind::real64 && width == 4) {
+      const auto value = static_cast<float>(std::bit_cast<double>(o.bits));
+      return constant(std::bit_cast<std::uint32_t>(value), 4);
+    }
+    if (o.kind == Kind::real32 && width == 8) {
+      const double value = std::bit_cast<float>(static_cast<std::uint32_t>(o.bits));
+      return constant(std::bit_cast<std::uint64_t>(value), 8);
+    }
+    return constant(o.bits, width);
+  }
+  if (o.kind != Kind::name) fail("an operand has the wrong form");
+  if (const Register* r = find_register(o.name)) {
+    if (r->width != width) fail(text("'", o.name, "' has ", r->width * 8, " bits, the instruction reads ", width * 8));
+    return r->slot;
+  }
+  if (Slot slot; special_register(o.name, width, slot)) return slot;
+  if (const Memory* m = find_memory(o.name)) {
+    const std::uint64_t address = m->address + static_cast<std::uint64_t>(o.offset);
+    if (m->space == Space::param) return special(Special::param_address, width, address);
+    if (!m->dynamic) return constant(address, width);
+    const Slot slot = allocate(width);
+    dynamic_constants_.push_back(program_.constants.size());
+    program_.constants.push_back({slot, width, address});
+    return slot;
+  }
+  fail("'" + o.name + "' is not a register, variable or special register the simulator knows");
+}
+
+Slot Decoder::constant(std::uint64_t bits, int width) {
+  if (width == 2) bits &= 0xffff;
+  if (width == 4) bits &= 0xffffffff;
+  auto& slot = constants_[{bits, width}];
+  if (slot == 0) {
+    slot = allocate(width);
+    program_.constants.push_back({slot, width, bits});
+  }
+  return slot;
+}
+
+void Decoder::address(std::size_t i, Slot* slot) {
+  const ptx::Operand& o = operand(i);
+  if (o.kind != ptx::Operand::Kind::address) fail("expected an address in brackets");
+  ptx::Operand base = o;
+  base.kind = o.name.empty() ? ptx::Operand::Kind::integer : ptx::Operand::Kind::name;
+  base.offset = 0;
+  const int width = register_width(base, 8);
+  op.wide_address = width == 8;
+  op.imm = o.offset;
+  if (!find_register(base.name)) {
+    if (const Memory* m = find_memory(base.name); m && op.space == Space::param) op.space = m->space;
+  }
+  (slot ? *slot : op.a) = source(base, width);
+}
+
+bool Decoder::special_register(const std::string& name, int width, Slot& slot) {
+  static const std::map<std::string, Special> names = {{"%tid.x", Special::tid_x},
+                                                       {"%tid.y", Special::tid_y},
+                                                       {"%tid.z", Special::tid_z},
+                                                       {"%ntid.x", Special::ntid_x},
+                                                       {"%ntid.y", Special::ntid_y},
+                                                       {"%ntid.z", Special::ntid_z},
+                                                       {"%ctaid.x", Special::ctaid_x},
+                                                       {"%ctaid.y", Special::ctaid_y},
+                                                       {"%ctaid.z", Special::ctaid_z},
+                                                       {"%nctaid.x", Special::nctaid_x},
+                                                       {"%nctaid.y", Special::nctaid_y},
+                                                       {"%nctaid.z", Special::nctaid_z},
+                                                       {"%laneid", Special::laneid},
+                                                       {"%warpid", Special::warpid},
+                                                       {"%nwarpid", Special::nwarpid},
+                                                       {"%smid", Special::smid},
+                                                       {"%nsmid", Special::nsmid},
+                                                       {"%gridid", Special::gridid},
+                                                       {"%lanemask_eq", Special::lanemask_eq},
+                                                       {"%lanemask_lt", Special::lanemask_lt},
+                                                       {"%lanemask_le", Special::lanemask_le},
+                                                       {"%lanemask_gt", Special::lanemask_gt},
+                                                       {"%lanemask_ge", Special::lanemask_ge},
+                                                       {"%dynamic_smem_size", Special::dynamic_smem_size},
+                                                       {"%total_smem_size", Special::total_smem_size},
+                                                       // a cluster of one block
+                                                       {"%cluster_ctaid.x", Special::zero},
+                                                       {"%cluster_ctaid.y", Special::zero},
+                                                       {"%cluster_ctaid.z", Special::zero},
+                                                       {"%cluster_ctarank", Special::zero},
+                                                       {"%cluster_nctaid.x", Special::one},
+                                                       {"%cluster_nctaid.y", Special::one},
+                                                       {"%cluster_nctaid.z", Special::one},
+                                                       {"%cluster_nctarank", Special::one},
+                                                       {"%clusterid.x", Special::ctaid_x},
+                                                       {"%clusterid.y", Special::ctaid_y},
+                                                       {"%clusterid.z", Special::ctaid_z},
+                                                       {"%nclusterid.x", Special::nctaid_x},
+                                                       {"%nclusterid.y", Special::nctaid_y},
+                                                       {"%nclusterid.z", Special::nctaid_z}};
+  if (name == "WARP_SZ") {
+    slot = constant(kLanes, width);
+    return true;
+  }
+  const auto found = names.find(name);
+  if (found == names.end()) return false;
+  slot = special(found->second, width);
+  return true;
+}
+
+Slot Decoder::special(Special which, int width, std::uint64_t offset) {
+  auto& slot = specials_[{static_cast<int>(which) * 16 + width, offset}];
+  if (slot == 0) {
+    slot = allocate(width);
+    program_.specials.push_back({slot, which, width, offset});
+  }
+  return slot;
+}
+
+int Decoder::find_label(const std::string& name) {
+  for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
+    if (const auto found = scope->labels.find(name); found != scope->labels.end()) return found->second;
+  }
+  fail("no label '" + name + "'");
+}
+
+}  // namespace gpusim

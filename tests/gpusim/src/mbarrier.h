@@ -1,0 +1,34 @@
+// mbarrier objects, and the asynchronous operations that complete them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "shadow.h"
+
+namespace gpusim {
+
+// Bytes that a bulk copy wrote: nobody may touch them before a wait for the phase they belong to.
+struct Landed {
+  const Warp* warp;
+  int lane;
+  std::uint32_t offset, bytes;
+};
+
+struct MBarrier {
+  std::uint32_t count = 0;               // arrivals a phase needs
+  std::uint32_t pending = 0;             // arrivals the current phase still needs
+  std::int64_t bytes = 0;                // announced and not yet arrived
+  std::uint64_t phase = 0;               // completed phases
+  std::vector<Landed> landed, complete;  // in the current phase; in phases nobody has waited for yet
+  Clock gathering{}, completed{};        // what arrivals of the current and of the last phase did before
+};
+
+// An operation in flight that the block lands when it must, or likes to.
+struct AsyncEvent {
+  std::function<void()> land;
+  const char* what = "";
+};
+
+}  // namespace gpusim

@@ -1,0 +1,200 @@
+// mbarrier: arrivals and bytes complete phases, waits are for a phase or its parity.
+#include "access.h"
+#include "async.h"
+#include "block.h"
+#include "handlers.h"
+
+namespace gpusim {
+
+MBarrier& find_mbarrier(Warp& w, int lane, std::uint64_t address) {
+  const auto found = w.block->mbarriers.find(static_cast<std::uint32_t>(address));
+  if (found == w.block->mbarriers.end()) {
+    throw Fault{lane, text("no mbarrier was initialised at byte ", static_cast<std::uint32_t>(address) - kSharedBase,
+                           " of shared memory")};
+  }
+  return found->second;
+}
+
+namespace {
+
+void complete_if_due(Block& block, MBarrier& b) {
+  if (b.pending != 0 || b.bytes != 0) return;
+  ++b.phase;
+  b.pending = b.count;
+  b.completed = b.gathering;
+  b.complete.insert(b.complete.end(), b.landed.begin(), b.landed.end());
+  b.landed.clear();
+  block.notify();
+}
+
+}  // namespace
+
+void arrive_at(Block& block, MBarrier& b, std::uint32_t arrivals) {
+  if (arrivals > b.pending)
+    throw Fault{-1, text("more arrivals at an mbarrier than the ", b.count, " it was initialised with")};
+  b.pending -= arrivals;
+  complete_if_due(block, b);
+}
+
+void complete_bytes(Block& block, MBarrier& b, std::int64_t bytes) {
+  b.bytes -= bytes;
+  complete_if_due(block, b);
+}
+
+namespace {
+
+// Every form has its address in a, imm; b: count or bytes; c: state or parity; d: result.
+template <class F>
+void each_barrier(Warp& w, const Op& op, Mask m, F f) {
+  Addresses addresses;
+  compute_addresses(w, op.a, op.wide_address, op.imm, addresses);
+  for_each_lane(m, [&](int l) { f(l, static_cast<std::uint32_t>(addresses[l])); });
+}
+
+void init(Warp& w, const Op& op, Mask m) {
+  Pointers p;
+  operand_pointers(w, op, m, 8, AccessKind::write, p);
+  each_barrier(w, op, m, [&](int l, std::uint32_t address) {
+    const std::uint32_t count = w.reg<std::uint32_t>(op.b)[l];
+    if (count < 1 || count >= 1u << 20) throw Fault{l, text("an mbarrier of ", count, " arrivals")};
+    MBarrier b;
+    b.count = b.pending = count;
+    w.block->mbarriers[address] = b;
+  });
+}
+
+void invalidate(Warp& w, const Op& op, Mask m) {
+  each_barrier(w, op, m, [&](int l, std::uint32_t address) {
+    find_mbarrier(w, l, address);
+    w.block->mbarriers.erase(address);
+  });
+}
+
+// op.mode: 1 arrive, 2 expect_tx, 3 both, 4 complete_tx, 5 arrive_drop; op.flags 1: gives the state
+void arrive(Warp& w, const Op& op, Mask m) {
+  each_barrier(w, op, m, [&](int l, std::uint32_t address) {
+    MBarrier& b = find_mbarrier(w, l, address);
+    const std::uint32_t operand = w.reg<std::uint32_t>(op.b)[l];
+    if (op.flags & 1) w.reg<std::uint64_t>(op.d)[l] = b.phase;
+    if (w.block->shadow && op.mode != 4) w.block->shadow->release(w, b.gathering);
+    if (op.mode == 2 || op.mode == 3) b.bytes += operand;
+    if (op.mode == 4) complete_bytes(*w.block, b, operand);
+    if (op.mode == 5) --b.count;
+    if (op.mode == 1 || op.mode == 5) arrive_at(*w.block, b, operand);
+    if (op.mode == 3) arrive_at(*w.block, b, 1);
+  });
+}
+
+// The first wait for a phase settles what its bulk copies wrote.
+void settle(Shadow& shadow, MBarrier& b) {
+  for (const Landed& l : b.complete) {
+    shadow.arrived(*l.warp, l.lane, l.offset, l.bytes);
+    shadow.publish(*l.warp, b.completed);
+  }
+  b.complete.clear();
+}
+
+// op.mode: 1 parity; op.flags 1: waits
+void wait(Warp& w, const Op& op, Mask m) {
+  Mask done = 0;
+  Clock known{};
+  each_barrier(w, op, m, [&](int l, std::uint32_t address) {
+    MBarrier& b = find_mbarrier(w, l, address);
+    const bool complete =
+        op.mode ? (b.phase & 1) != (w.reg<std::uint32_t>(op.c)[l] & 1) : b.phase != w.reg<std::uint64_t>(op.c)[l];
+    if (!complete) return;
+    done |= 1u << l;
+    if (w.block->shadow && !b.complete.empty()) settle(*w.block->shadow, b);
+    for (std::size_t v = 0; v < known.size(); ++v) known[v] = std::max(known[v], b.completed[v]);
+  });
+  if (done != m) {
+    if (op.flags & 1) return w.block_on("an mbarrier");
+    w.block->land_something();
+    w.yield();
+  }
+  if (done && w.block->shadow) w.block->shadow->acquire(w, known);
+  Mask& p = w.pred(op.d);
+  p = (p & ~m) | done;
+}
+
+void pending_count(Warp& w, const Op& op, Mask m) {
+  for_each_lane(m, [&](int l) { w.reg<std::uint32_t>(op.d)[l] = 0; });
+}
+
+void select_mbarrier(Decoder& d) {
+  d.kind = Class::synchronization;
+  const std::string_view what = d.take_any(
+      {"init", "inval", "arrive_drop", "arrive", "expect_tx", "complete_tx", "test_wait", "try_wait", "pending_count"});
+  const bool with_bytes = what == "arrive" && d.take("expect_tx");
+  d.ignore(
+      {"release", "acquire", "relaxed", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "noComplete"});
+  d.op.space = Space::shared;
+  const bool parity = d.take("parity");
+  d.take_type();
+  if (what == "pending_count") {
+    d.op.d = d.dest(0, 4);
+    d.op.run = pending_count;
+    return;
+  }
+  if (what == "init" || what == "inval") {
+    d.address(0);
+    if (what == "init") d.op.b = d.source(1, 4);
+    d.op.run = what == "init" ? init : invalidate;
+    return;
+  }
+  if (what == "test_wait" || what == "try_wait") {
+    d.op.d = d.predicate(d.operand(0).name);
+    d.address(1);
+    d.op.c = d.source(2, parity ? 4 : 8);
+    d.op.mode = parity;
+    d.op.flags = what == "try_wait";
+    d.op.run = wait;
+    return;
+  }
+  const bool gives_state = d.operand(0).kind == ptx::Operand::Kind::name;
+  const std::size_t at = gives_state ? 1 : 0;
+  if (gives_state && d.operand(0).name != "_") {
+    d.op.d = d.dest(0, 8);
+    d.op.flags = 1;
+  }
+  d.address(at);
+  d.op.b = d.operand_count() > at + 1 ? d.source(at + 1, 4) : d.constant(1, 4);
+  d.op.mode = what == "arrive_drop" ? 5 : with_bytes ? 3 : what == "arrive" ? 1 : what == "expect_tx" ? 2 : 4;
+  d.op.run = arrive;
+}
+
+// cp.async.mbarrier.arrive: arrives when all copies the thread issued so far have landed. Without .noinc the phase
+// waits for one arrival more.
+void arrive_after_copies(Warp& w, const Op& op, Mask m) {
+  each_barrier(w, op, m, [&](int l, std::uint32_t address) {
+    MBarrier& b = find_mbarrier(w, l, address);
+    if (op.mode == 0) ++b.pending;
+    Warp* warp = &w;
+    const std::uint32_t group = ++w.copy_group[l];
+    w.block->start_async({[warp, l, group, address] {
+                            complete_copies(*warp, 1u << l, warp->copy_group[l] - group);
+                            MBarrier& barrier = find_mbarrier(*warp, l, address);
+                            if (warp->block->shadow) warp->block->shadow->release(*warp, barrier.gathering);
+                            arrive_at(*warp->block, barrier, 1);
+                          },
+                          "cp.async.mbarrier.arrive"});
+  });
+}
+
+}  // namespace
+
+void select_cp_async_mbarrier(Decoder& d) {
+  d.ignore({"mbarrier", "arrive", "shared", "shared::cta"});
+  d.op.mode = d.take("noinc");
+  d.take_type();
+  d.kind = Class::async_copy;
+  d.op.space = Space::shared;
+  d.address(0);
+  d.op.run = arrive_after_copies;
+}
+
+void select_red_async(Decoder& d) { d.fail("red.async is not known to the simulator"); }
+
+void add_mbarrier(InstructionTable& t) { t["mbarrier"] = select_mbarrier; }
+
+}  // namespace gpusim

@@ -1,0 +1,7 @@
+#include "decoder.h"
+
+namespace gpusim {
+
+void add_wgmma(InstructionTable&) {}
+
+}  // namespace gpusim
