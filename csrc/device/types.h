@@ -5,8 +5,10 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
+#include "device/ptx/st_global.h"
 #include "params.h"
 
 namespace mha_ext {
@@ -43,9 +45,23 @@ __device__ __forceinline__ Pack<T, kCount> load_pack(const T* source) {
   return *reinterpret_cast<const Pack<T, kCount>*>(source);
 }
 
+// To global memory. (An assignment may be split by the compiler into stores of single elements.)
 template <typename T, int kCount>
 __device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pack) {
-  *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
+  if constexpr (sizeof(pack) % 16 == 0) {
+    uint4 words[sizeof(pack) / 16];
+    memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 16); ++i) {
+      ptx::st_global(reinterpret_cast<uint4*>(target) + i, words[i]);
+    }
+  } else if constexpr (sizeof(pack) == 8) {
+    uint2 words;
+    memcpy(&words, &pack, sizeof(pack));
+    ptx::st_global(target, words);
+  } else {
+    *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
+  }
 }
 
 constexpr int64_t size_of(DType dtype) {

@@ -99,7 +99,7 @@ struct TileLoader {
       for (int i = 0; i < Tile::kChunkElements; ++i) {
         chunk.at[i] = pass_line < lines_left && i < cols_left ? source[i] : convert<Element>(0.0f);
       }
-      store_pack(reinterpret_cast<Element*>(tile + offset + pass_line * Tile::kLineBytes), chunk);
+      *reinterpret_cast<decltype(chunk)*>(tile + offset + pass_line * Tile::kLineBytes) = chunk;
     }
   }
 };

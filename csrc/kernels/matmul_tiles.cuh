@@ -2,10 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
-#include "device/ptx/st_global.h"
 #include "device/types.h"
 #include "params.h"
 
@@ -89,15 +86,10 @@ __device__ __forceinline__ OperandWalk operand_walk(const void* base, const Stri
 }
 
 // Stores neighbouring outputs, of which `inside` lie in c: at once where c is aligned and all do.
-// (An assignment of the pack would be split by the compiler for the sake of the other branch.)
 template <typename Out, int kCount>
 __device__ __forceinline__ void store_outputs(Out* c, const Pack<Out, kCount>& out, int64_t inside, bool aligned) {
-  using Vector = std::conditional_t<sizeof(out) == 16, uint4, uint2>;
-  static_assert(sizeof(Vector) == sizeof(out), "8 or 16 bytes");
   if (aligned && inside >= kCount) {
-    Vector words;
-    memcpy(&words, &out, sizeof(out));
-    ptx::st_global(c, words);
+    store_pack(c, out);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

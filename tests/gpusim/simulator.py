@@ -15,13 +15,11 @@ import numpy as np
 ARRIVALS = {"late": 0, "at_once": 1, "random": 2}
 CHECKS = (
     "global_bounds",
-    "shared_bounds",
     "alignment",
     "uninitialized",
     "races",
     "barriers",
     "async_wait",
-    "mbarrier_init_fence",
 )
 
 

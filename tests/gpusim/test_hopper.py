@@ -94,3 +94,117 @@ def test_tensor_copy(simulator: Simulator, hopper: PtxModule, swizzle: int, x: i
     inside = np.zeros_like(padded)
     inside[32 + y : 32 + y + box_rows, 64 + x : 64 + x + box_cols] = tile
     np.testing.assert_array_equal(target, inside[32 : 32 + rows, 64 : 64 + cols])
+
+
+SPAN = {0: 16, 32: 32, 64: 64, 128: 128}
+MODE = {0: 0, 128: 1, 64: 2, 32: 3}
+
+
+def swizzle_image(matrix: np.ndarray, swizzle: int, at: int) -> np.ndarray:
+    """Bytes of a row-major matrix as slabs of `swizzle` bytes a row (cores of 8 rows x 16 bytes without swizzle)."""
+    rows, size = matrix.shape[0], matrix.itemsize
+    columns = SPAN[swizzle] // size
+    image = np.zeros(matrix.nbytes, np.uint8)
+    for slab in range(matrix.shape[1] // columns):
+        for r in range(rows):
+            for chunk in range(SPAN[swizzle] // 16):
+                flip = {0: 0, 32: r >> 2 & 1, 64: r >> 1 & 3, 128: r & 7}[swizzle]
+                to = slab * rows * SPAN[swizzle] + r * SPAN[swizzle] + (chunk ^ flip) * 16
+                first = slab * columns + chunk * 16 // size
+                image[to : to + 16] = matrix[r, first : first + 16 // size].copy().view(np.uint8)
+    assert at % 1024 == 0
+    return image
+
+
+def descriptor(at: int, swizzle: int, rows: int, transposed: bool) -> int:
+    """`rows` of the stored matrix; slabs follow each other after rows * span bytes."""
+    slab, atom = rows * SPAN[swizzle], 8 * SPAN[swizzle]
+    leading, stride = (slab, atom) if swizzle or not transposed else (atom, slab)
+    return (at & 0x3FFFF) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | MODE[swizzle] << 62
+
+
+def as_float(bits: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "f16":
+        return bits.view(np.float16).astype(np.float64)
+    if kind == "bf16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("a_from", ["shared", "registers"])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["K-major", "MN-major"])
+@pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
+def test_wgmma(simulator: Simulator, swizzle: int, transposed: bool, kind: str, a_from: str) -> None:
+    if kind == "tf32" and transposed:
+        return  # 16-bit types only
+    n, k, size = 64, 8 if kind == "tf32" else 16, 4 if kind == "tf32" else 2
+    rng = np.random.default_rng(3)
+
+    def values(shape: tuple[int, int]) -> np.ndarray:
+        x = rng.integers(-8, 9, shape).astype(np.float32)
+        if kind == "f16":
+            return x.astype(np.float16).view(np.uint16)
+        return (x.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else x.view(np.uint32)
+
+    # stored rows: mn for K-major, with k wide enough for a whole span; k for MN-major
+    wide = max(k, SPAN[swizzle] // size)
+    a, b = (values((k, 64)), values((k, n))) if transposed else (values((64, wide)), values((n, wide)))
+    a_at, b_at = 1024, 1024 + 16384
+    memory = np.zeros(32768, np.uint8)
+    for matrix, at in ((a, a_at), (b, b_at)):
+        memory[at - 1024 :][: matrix.nbytes] = swizzle_image(matrix, swizzle, at)
+    exact_a, exact_b = (as_float(m, kind) for m in (a, b))
+    exact_a, exact_b = (exact_a.T, exact_b.T) if transposed else (exact_a[:, :k], exact_b[:, :k])
+
+    registers = np.zeros((128, 4), np.uint32)
+    for thread in range(128):
+        warp, g, t = thread // 32, thread % 32 // 4, thread % 4
+        flat = np.ascontiguousarray(a.T if transposed else a[:, :k])
+        for i in range(4):
+            row = 16 * warp + g + 8 * (i & 1)
+            if size == 4:
+                registers[thread, i] = flat[row, t + 4 * (i >> 1)]
+            else:
+                col = 2 * t + 8 * (i >> 1)
+                registers[thread, i] = int(flat[row, col]) | int(flat[row, col + 1]) << 16
+    start = np.ones((128, n // 2), np.float32)
+    d_list = "{" + ",".join(f"%f{v}" for v in range(n // 2)) + "}"
+    a_operand = "%da" if a_from == "shared" else "{%r1,%r2,%r3,%r4}"
+    major = int(transposed)
+    flags = "" if kind == "tf32" else (f", {major}, {major}" if a_from == "shared" else f", {major}")
+    text = f""".version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 image, .param .u64 regs, .param .u64 out, .param .u64 da, .param .u64 db)
+{{
+ .reg .b32 %r<9>; .reg .b64 %d<9>; .reg .b64 %da; .reg .b64 %db; .reg .f32 %f<{n // 2}>; .reg .pred %p<3>;
+ .shared .align 1024 .b8 mem[32768];
+ ld.param.u64 %da, [da]; ld.param.u64 %db, [db];
+ ld.param.u64 %d1, [image]; ld.param.u64 %d2, [regs]; ld.param.u64 %d3, [out];
+ mov.u32 %r5, %tid.x; mov.u32 %r6, mem; mul.wide.u32 %d4, %r5, 16; add.s64 %d2, %d2, %d4;
+ ld.global.v4.b32 {{%r1,%r2,%r3,%r4}}, [%d2];
+ shl.b32 %r7, %r5, 2; add.s32 %r6, %r6, %r7; cvt.u64.u32 %d5, %r7; add.s64 %d1, %d1, %d5; mov.u32 %r7, 0;
+LOOP:
+ ld.global.b32 %r8, [%d1]; st.shared.b32 [%r6], %r8; add.s64 %d1, %d1, 512; add.s32 %r6, %r6, 512; add.s32 %r7, %r7, 1;
+ setp.lt.s32 %p1, %r7, 64; @%p1 bra LOOP;
+ fence.proxy.async.shared::cta; bar.sync 0;
+ mul.wide.u32 %d6, %r5, {n * 2}; add.s64 %d3, %d3, %d6;
+{chr(10).join(f" ld.global.f32 %f{v}, [%d3+{4 * v}];" for v in range(n // 2))}
+ setp.eq.s32 %p2, %r7, %r7;
+ wgmma.fence.sync.aligned;
+ wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {d_list}, {a_operand}, %db, %p2, 1, 1{flags};
+ wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+{chr(10).join(f" st.global.f32 [%d3+{4 * v}], %f{v};" for v in range(n // 2))}
+ ret;
+}}
+"""
+    da, db = descriptor(a_at, swizzle, a.shape[0], transposed), descriptor(b_at, swizzle, b.shape[0], transposed)
+    simulator.load_ptx(text).launch("k", 1, 128, memory, registers, start, np.uint64(da), np.uint64(db))
+
+    result = np.zeros((64, n))
+    for thread in range(128):
+        warp, g, t = thread // 32, thread % 32 // 4, thread % 4
+        for v in range(n // 2):
+            result[16 * warp + g + 8 * (v >> 1 & 1), 8 * (v >> 2) + 2 * t + (v & 1)] = start[thread, v]
+    np.testing.assert_array_equal(result, 1 + exact_a @ exact_b.T)

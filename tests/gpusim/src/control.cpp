@@ -1,6 +1,8 @@
 // What Python calls through ctypes: switches, registered memory, counters, and launching a kernel of a PTX text.
 #include <cstring>
+#include <map>
 #include <string>
+#include <type_traits>
 
 #include "config.h"
 #include "fault.h"
@@ -29,69 +31,57 @@ const char* text_or_error(F f) {  // "" when all is well, else the message
   return answer.c_str();
 }
 
+// Every switch: how it is read, and how it is set.
+template <auto Member>
+struct Check {
+  static long long get() { return config().checks.*Member; }
+  static void set(long long value) { config().checks.*Member = value != 0; }
+};
+template <auto Member>
+struct Setting {
+  using Value = std::remove_reference_t<decltype(config().*Member)>;
+  static long long get() { return static_cast<long long>(config().*Member); }
+  static void set(long long value) { config().*Member = static_cast<Value>(value); }
+};
+struct Switch {
+  long long (*get)();
+  void (*set)(long long);
+};
+template <class S>
+constexpr Switch make() {
+  return {S::get, S::set};
+}
+
+const std::map<std::string, Switch>& switches() {
+  static const std::map<std::string, Switch> all = {{"global_bounds", make<Check<&Checks::global_bounds>>()},
+                                                    {"alignment", make<Check<&Checks::alignment>>()},
+                                                    {"uninitialized", make<Check<&Checks::uninitialized>>()},
+                                                    {"races", make<Check<&Checks::races>>()},
+                                                    {"barriers", make<Check<&Checks::barriers>>()},
+                                                    {"async_wait", make<Check<&Checks::async_wait>>()},
+                                                    {"arrival", make<Setting<&Config::arrival>>()},
+                                                    {"seed", make<Setting<&Config::seed>>()},
+                                                    {"architecture", make<Setting<&Config::architecture>>()},
+                                                    {"threads", make<Setting<&Config::threads>>()},
+                                                    {"multiprocessors", make<Setting<&Config::multiprocessors>>()},
+                                                    {"count_memory", make<Setting<&Config::count_memory>>()},
+                                                    {"step_limit", make<Setting<&Config::step_limit>>()}};
+  return all;
+}
+
 }  // namespace
 
 // Sets a switch by name. Returns 0 when there is no such switch.
 GPUSIM_API int gpusim_set(const char* name, long long value) {
-  Config& c = config();
-  Checks& k = c.checks;
-  const std::string which = name;
-  const bool on = value != 0;
-  if (which == "global_bounds")
-    k.global_bounds = on;
-  else if (which == "shared_bounds")
-    k.shared_bounds = on;
-  else if (which == "alignment")
-    k.alignment = on;
-  else if (which == "uninitialized")
-    k.uninitialized = on;
-  else if (which == "races")
-    k.races = on;
-  else if (which == "barriers")
-    k.barriers = on;
-  else if (which == "async_wait")
-    k.async_wait = on;
-  else if (which == "mbarrier_init_fence")
-    k.mbarrier_init_fence = on;
-  else if (which == "arrival")
-    c.arrival = static_cast<Arrival>(value);
-  else if (which == "seed")
-    c.seed = static_cast<std::uint64_t>(value);
-  else if (which == "architecture")
-    c.architecture = static_cast<int>(value);
-  else if (which == "threads")
-    c.threads = static_cast<int>(value);
-  else if (which == "multiprocessors")
-    c.multiprocessors = static_cast<int>(value);
-  else if (which == "count_memory")
-    c.count_memory = on;
-  else if (which == "step_limit")
-    c.step_limit = static_cast<std::uint64_t>(value);
-  else
-    return 0;
+  const auto found = switches().find(name);
+  if (found == switches().end()) return 0;
+  found->second.set(value);
   return 1;
 }
 
 GPUSIM_API long long gpusim_get(const char* name) {
-  const Config& c = config();
-  const Checks& k = c.checks;
-  const std::string which = name;
-  if (which == "global_bounds") return k.global_bounds;
-  if (which == "shared_bounds") return k.shared_bounds;
-  if (which == "alignment") return k.alignment;
-  if (which == "uninitialized") return k.uninitialized;
-  if (which == "races") return k.races;
-  if (which == "barriers") return k.barriers;
-  if (which == "async_wait") return k.async_wait;
-  if (which == "mbarrier_init_fence") return k.mbarrier_init_fence;
-  if (which == "arrival") return static_cast<long long>(c.arrival);
-  if (which == "seed") return static_cast<long long>(c.seed);
-  if (which == "architecture") return c.architecture;
-  if (which == "threads") return c.threads;
-  if (which == "multiprocessors") return c.multiprocessors;
-  if (which == "count_memory") return c.count_memory;
-  if (which == "step_limit") return static_cast<long long>(c.step_limit);
-  return -1;
+  const auto found = switches().find(name);
+  return found == switches().end() ? -1 : found->second.get();
 }
 
 GPUSIM_API void gpusim_register_memory(const void* start, std::size_t bytes) {

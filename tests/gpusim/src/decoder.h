@@ -88,6 +88,7 @@ class Decoder {
   bool inside_call() const { return call_stack_.size() > 1; }
   const std::string& opcode() const { return now_->opcode[0]; }
   bool take(std::string_view modifier);
+  const std::vector<std::string>& modifiers() const { return now_->opcode; }   // the opcode itself first
   std::string_view take_any(std::initializer_list<std::string_view> choices);  // "" when there is none
   Type take_type();                                                            // the next type; an error without one
   bool has_type() const;
