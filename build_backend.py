@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from setuptools import build_meta
 from setuptools.build_meta import (  # noqa: F401  (the hooks that need no change)
-    build_editable,
     build_sdist,
     build_wheel,
     prepare_metadata_for_build_editable,
@@ -233,6 +233,14 @@ def requirements(env: Mapping[str, str], dirs: list[str]) -> list[str]:
     if int(torch.cuda.partition(".")[0]) < FIRST_CUDA_WITH_NVCC_WHEEL:
         return ["ninja"]
     return ["ninja", f"cuda-toolkit[nvcc,cudart,cccl]=={torch.cuda}.*"]
+
+
+def build_editable(
+    wheel_directory: str, config_settings: dict[str, object] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Hook of PEP 660: by a path entry, since setuptools' own finder loses to a folder of the package's name."""
+    settings = {"editable_mode": "compat", **(config_settings or {})}
+    return str(build_meta.build_editable(wheel_directory, settings, metadata_directory))
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, object] | None = None) -> list[str]:

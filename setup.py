@@ -35,6 +35,7 @@ from build_backend import (  # noqa: E402
 # PTX of 8.0 as well, the last generic one: newer GPUs (10.0, 12.0) compile it on first use.
 # PTX of 9.0a would be of no use to them: what is specific to an architecture runs on no later one.
 DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
+LEAST_CAPABILITY = (8, 0)  # of cp.async and the tensor-core instructions
 
 
 def say(text: str) -> None:
@@ -60,6 +61,12 @@ def choose_architectures(torch: Any) -> str:
     if not torch.cuda.is_available():
         return DEFAULT_ARCHITECTURES
     visible = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    older = {gpu for gpu in visible if gpu < LEAST_CAPABILITY}
+    if older:
+        say(f"no kernels for the visible GPUs of compute capability {sorted(older)}: 8.0 is the least")
+    visible -= older
+    if not visible:
+        return DEFAULT_ARCHITECTURES
     return ";".join("9.0a" if gpu == (9, 0) else "{}.{}".format(*gpu) for gpu in sorted(visible))
 
 

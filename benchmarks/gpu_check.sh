@@ -114,7 +114,12 @@ limit=$(at_most 240 $(($(left) - 10)))
 part benchmark "$limit" benchmark.log \
   "$PYTHON" -m benchmarks --quick --device cuda --budget $((limit - 50)) --out "$OUT"
 
-# 4. With the time that is left, the tests that need no kernel.
+# 4. With the time that is left, the long tests of the kernels (more than 2^32 elements), then those that need no kernel.
+if ((can_test && $(left) > 60)); then
+  MHA_EXT_TEST_GPU=1 part "long kernel tests" "$(at_most 90 $(($(left) - 20)))" tests.log \
+    "${tests[@]}" -m "(gpu or sim) and slow"
+  verdict
+fi
 if ((can_test && $(left) > 40)); then
   part "other tests" "$(($(left) - 20))" tests.log "${tests[@]}" -m "not gpu and not sim and not slow"
   verdict

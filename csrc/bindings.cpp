@@ -28,7 +28,7 @@ TORCH_LIBRARY(mha_ext, m) {
       " -> (Tensor grad_packed, Tensor grad_bias)");
   m.def(
       "matmul(Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, int num_heads_out,"
-      " ScalarType out_dtype, bool allow_tf32) -> Tensor");
+      " ScalarType out_dtype, bool allow_tf32, Tensor? k_lengths) -> Tensor");
   m.def(
       "masked_softmax(Tensor scores, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets,"
       " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, int q_offset, int window_left,"

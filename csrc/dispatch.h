@@ -4,10 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 #include "params.h"
 
@@ -29,21 +27,6 @@ void dispatch_dtype(DType dtype, Visit&& visit) {
     case DType::kBool: break;
   }
   throw std::invalid_argument("expected a floating-point dtype, got DType " + std::to_string(static_cast<int>(dtype)));
-}
-
-// Calls visit(std::integral_constant<int, bound>{}) with the first of the ascending bounds that is >= value;
-// false when the value exceeds them all.
-template <int kBound, int... kMore, typename Visit>
-bool dispatch_bound(int64_t value, Visit&& visit) {
-  if (value <= kBound) {
-    visit(std::integral_constant<int, kBound>{});
-    return true;
-  }
-  if constexpr (sizeof...(kMore) > 0) {
-    return dispatch_bound<kMore...>(value, visit);
-  } else {
-    return false;
-  }
 }
 
 }  // namespace mha_ext

@@ -51,9 +51,10 @@ struct MatmulParams {
   void* c;        // (batch, heads_c, m, n)
   Strides3 a_strides, b_strides, c_strides;
   int64_t batch, heads_c, m, n, k;
+  const int64_t* k_lengths;  // (batch) or null: elements k < length take part
   // Output head h reads a-head h * group_sum / a_divisor + s and b-head h * group_sum / b_divisor + s,
   // s = 0 .. group_sum - 1, and adds up the products. At most one of the divisors and group_sum exceeds 1.
-  int64_t a_divisor, b_divisor, group_sum;
+  int a_divisor, b_divisor, group_sum;
   double alpha;
   bool transpose_a, transpose_b;
   bool allow_tf32;  // fp32 only: round the inputs to TF32 and use the tensor cores

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from .call import AttentionCall, make_call
@@ -37,7 +38,7 @@ class Backend(NamedTuple):
     checks: tuple[tuple[str, Check], ...]
 
     def refusal(self, call: AttentionCall, by_name: bool) -> str | None:
-        """None if this backend takes the call, else the name of the failed check and its reason."""
+        """None if this backend takes the call, else the failed check and its reason."""
         for name, check in self.checks:
             reason = check(call, by_name)
             if reason is not None:
@@ -55,28 +56,45 @@ def has_kernels(device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("mha_ext::matmul", device.type.upper())
 
 
-def _kernels(call: AttentionCall, by_name: bool) -> str | None:
-    device = call.query.device
-    if device.type == "cpu" and not by_name:
-        return "CPU tensors run through CUDA kernels only on the simulated GPU of the tests, and only by name"
-    if not has_kernels(device):
-        return f"this build has no kernels for {device.type} tensors ({_build()})"
+def _kernels(x: Tensor, by_name: bool) -> str | None:
+    if x.device.type == "cpu" and not by_name:
+        return "query is on the CPU, and these kernels take CUDA tensors"
+    if not has_kernels(x.device):
+        return f"this build has no kernels for {x.device.type} tensors ({_build()})"
     return None
 
 
-def _capability(call: AttentionCall, by_name: bool) -> str | None:
-    return _capability_refusal(call.query.device)
+def _capability(x: Tensor, by_name: bool) -> str | None:
+    return _capability_refusal(x.device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability_refusal(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
-    capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 0) else f"compute capability 8.0 or newer is needed, this GPU has {capability}"
+    from ._extension import extension
+
+    architectures = extension.build_info()["architectures"].split() if extension else []
+    major, minor = torch.cuda.get_device_capability(device)
+    if any(runs_on(architecture, major, minor) for architecture in architectures):
+        return None
+    return (
+        f"this GPU has compute capability {major}.{minor}, built for {', '.join(architectures) or 'none'} (8.0 is the "
+        f"least; TORCH_CUDA_ARCH_LIST={major}.{minor} builds for this one)"
+    )
 
 
-def _transforms(call: AttentionCall, by_name: bool) -> str | None:
+def runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Whether code for "sm_80", "sm_90a" (machine code) or "compute_80" (PTX) runs on a GPU of this capability."""
+    kind, _, number = architecture.partition("_")
+    digits = number.rstrip("af")
+    built = (int(digits[:-1]), int(digits[-1]))
+    if digits != number:  # what is specific to an architecture runs on no later one
+        return built == (major, minor)
+    return built <= (major, minor) and (kind == "compute" or built[0] == major)
+
+
+def _transforms(x: Tensor, by_name: bool) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms differentiate plain PyTorch"
     if forward_ad._current_level >= 0:
@@ -92,11 +110,22 @@ def _build() -> str:
     return "built with CUDA" if extension.build_info()["cuda"] else "built without CUDA"
 
 
+_KERNEL_CHECKS: tuple[tuple[str, Callable[[Tensor, bool], str | None]], ...] = (
+    ("kernels", _kernels),
+    ("compute capability", _capability),
+    ("transforms", _transforms),
+)
+
+
+def _of_query(check: Callable[[Tensor, bool], str | None]) -> Check:
+    return lambda call, by_name: check(call.query, by_name)
+
+
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         "unfused",
         "CUDA kernels for scores, masked softmax and output",
-        (("kernels", _kernels), ("compute capability", _capability), ("transforms", _transforms)),
+        tuple((name, _of_query(check)) for name, check in _KERNEL_CHECKS),
     ),
     Backend("reference", "plain PyTorch, on every device", ()),
 )
@@ -109,28 +138,30 @@ def _known(name: Any, source: str) -> str:
     return str(name)
 
 
-_requested: str | None = None
 _environment: str | None = os.environ.get("MHA_EXT_BACKEND") or None
 if _environment is not None:
     _known(_environment, "environment variable MHA_EXT_BACKEND")
 
 
+_requests: list[list[str]] = []  # of the contexts entered and not yet left, each its name
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Compute everything within this context by the named backend, in all threads (as `sdpa_kernel`)."""
-    global _requested
-    before, _requested = _requested, _known(name, "use_backend")
+    request = [_known(name, "use_backend")]
+    _requests.append(request)
     try:
         yield
-    finally:
-        _requested = before
+    finally:  # the own request, which need not be the last where contexts of two threads overlap
+        _requests[:] = [other for other in _requests if other is not request]
 
 
 def requested(argument: str | None = None) -> str | None:
     """The name asked for by argument, context or environment."""
     if argument is not None:
         return _known(argument, "backend")
-    return _requested or _environment
+    return _requests[-1][0] if _requests else _environment
 
 
 def choose(call: AttentionCall, backend: str | None = None) -> str:
@@ -144,16 +175,16 @@ def choose(call: AttentionCall, backend: str | None = None) -> str:
     return next(candidate.name for candidate in BACKENDS if candidate.refusal(call, False) is None)
 
 
-def parts_use_kernels(device: torch.device) -> bool:
-    """Whether the parts run as kernels on this device, here and now."""
+def parts_use_kernels(x: Tensor) -> bool:
+    """Whether the parts run as kernels on this tensor, here and now."""
     name = requested()
-    if name is None:
-        return device.type != "cpu" and has_kernels(device) and _capability_refusal(device) is None
     if name == "reference":
         return False
-    if not has_kernels(device):
-        raise ValueError(f"backend: {name!r} has no kernels for {device.type} tensors ({_build()})")
-    return True
+    refusals = (check(x, name is not None) for _, check in _KERNEL_CHECKS)
+    refusal = next((reason for reason in refusals if reason is not None), None)
+    if name is not None and refusal is not None:
+        raise ValueError(f"backend: {name!r} does not take this call: {refusal}")
+    return refusal is None
 
 
 class Explanation(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .autocast import autocast_inputs
 from .checks import check_alike, check_bool, check_heads, check_real, check_shape, check_tensor
 from .reference import default_scale
 from .score_rule import ScoreRule, make_score_rule
@@ -23,11 +24,6 @@ class AttentionCall(NamedTuple):
     return_weights: bool
     return_stats: bool
     leading: torch.Size  # query's axes before (length, head dim), to be given back to the results
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast chooses the dtypes where x lives."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def make_call(
@@ -63,9 +59,7 @@ def make_call(
     if deterministic is not None:
         check_bool("deterministic", deterministic)
 
-    if autocasts(query) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    query, key, value = autocast_inputs(query, key, value)
     for name, x in (("key", key), ("value", value)):
         check_alike(name, x, "query", query)
         if x.dim() != query.dim():

@@ -15,7 +15,8 @@ def describe(x: Any) -> str:
     """What came, in a few words."""
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
-    return f"{x!r} ({type(x).__name__})"
+    text = repr(x)
+    return f"{text} ({type(x).__name__})" if len(text) <= 60 and "\n" not in text else f"a {type(x).__name__}"
 
 
 def check_tensor(
@@ -61,10 +62,11 @@ def check_real(
     name: str, x: Any, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
     """A finite number within [low, high], or above a bound."""
-    if isinstance(x, bool) or not isinstance(x, Real):
+    symbolic = isinstance(x, (torch.SymFloat, torch.SymInt))  # of a graph that is being traced
+    if isinstance(x, bool) or not (symbolic or isinstance(x, (int, float, Real))):
         raise TypeError(f"{name}: expected a number, got {describe(x)}")
-    value = float(x)
-    if not math.isfinite(value) or not low <= value <= high or (above is not None and value <= above):
+    value: float = x if symbolic or isinstance(x, float) else float(x)
+    if not -math.inf < value < math.inf or not low <= value <= high or (above is not None and value <= above):
         bounds = f"above {above}" if above is not None else f"in [{low}, {high}]"
         raise ValueError(f"{name}: expected a finite number {bounds}, got {x!r}")
     return value

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from . import backends, ops, reference, unfused
-from .call import AttentionCall, autocasts, make_call
+from .autocast import autocast_inputs, without_autocast
+from .call import AttentionCall, make_call
 from .checks import FLOATING, check_alike, check_bool, check_heads, check_int, check_real, check_shape, check_tensor
 from .reference import AttentionResult, SoftmaxResult, accumulate_dtype_of, default_scale
 from .score_rule import make_score_rule
@@ -36,7 +37,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Tensor | AttentionResult:
-    r"""Scaled dot-product attention with everything that is asked of it, in one call.
+    r"""Scaled dot-product attention.
 
     The positional part is `torch.nn.functional.scaled_dot_product_attention`'s, so this can stand in its
     place::
@@ -57,12 +58,13 @@ def attention(
         memory.
     attn_mask : Tensor, optional
         Broadcastable to (B, Hq, Lq, Lk), never expanded in memory. bool: True takes part. Floating: added to
-        the scores, may have a gradient; -inf hides.
+        the scores, may have a gradient; -inf hides. A padding mask (B, Lk) goes in as
+        `mask[:, None, None, :]`.
     dropout_p : float
         Probability of dropping a weight, applied whenever it is not 0 (pass 0 in evaluation). The draw
         depends on the state of torch's generator and on (b, h, i, j) alone, not on the backend.
     is_causal : bool
-        Keep j <= p_i. Together with `attn_mask` both must agree.
+        Keep j <= p_i. `attn_mask` may be given as well: a key is seen where both let it.
     scale : float, optional
         1 / sqrt(D) by default.
     enable_gqa : bool
@@ -84,7 +86,8 @@ def attention(
                             1 1                               1 0
                             1 1                               1 1
     key_lengths : int tensor (B,), optional
-        Keep j < length.
+        Keep j < length. "end" above still means Lk - Lq: for caches of different lengths pass
+        `q_offset=key_lengths - Lq`.
     alibi_slopes : Tensor (Hq,) or (B, Hq), optional
         Slopes of the distance penalty (Press et al., 2022); may have a gradient.
     softcap : float, optional
@@ -102,10 +105,12 @@ def attention(
 
     Returns
     -------
-    Tensor (B, Hq, Lq, Dv), or AttentionResult when more than the output was asked for. logsumexp and
+    Tensor (B, Hq, Lq, Dv), or AttentionResult(output, lse, weights, max_score, entropy) when more was
+    asked for, None where it was not. logsumexp and
     statistics are (B, Hq, Lq) in fp32 (fp64 for fp64); weights (B, Hq, Lq, Lk) in query's dtype. A query that
     sees no key gets output and weights 0, logsumexp -inf (with a sink: the sink) and gradients 0. What
-    `key_lengths`, or a mask broadcast over the queries, hides is never used: NaN there changes nothing. Half
+    `key_lengths`, or a mask broadcast over the queries, hides from all query heads of a key head is never used:
+    NaN there changes nothing. Half
     precision accumulates in fp32; fp32 follows `torch.get_float32_matmul_precision()` on a GPU. Under
     autocast, inputs are cast to its dtype.
 
@@ -132,12 +137,8 @@ def attention(
         deterministic=deterministic,
     )  # fmt: skip
     name = backends.choose(call, backend)
-    if autocasts(query):  # the inputs are cast; statistics stay in fp32
-        with torch.autocast(query.device.type, enabled=False):
-            result = _compute(call, name)
-    else:
-        result = _compute(call, name)
-    return _present(call, result)
+    with without_autocast(query):
+        return _present(call, _compute(call, name))
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
@@ -202,6 +203,8 @@ def qkv_split(
         Naming the argument, what was expected and what came.
     """
     check_tensor("packed", packed, dims=(3,))
+    if isinstance(bias, Tensor):
+        packed, bias = autocast_inputs(packed, bias)
     heads = check_int("num_heads", num_heads, low=1)
     heads_kv = heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads, low=1)
     if heads % heads_kv:
@@ -215,7 +218,7 @@ def qkv_split(
         check_tensor("bias", bias)
         check_shape("bias", bias, packed.shape[-1:], "((Hq + 2 Hkv) D,)")
         check_alike("bias", bias, "packed", packed)
-    implementation = ops if backends.parts_use_kernels(packed.device) else reference
+    implementation = ops if backends.parts_use_kernels(packed) else reference
     return implementation.qkv_split(packed, bias, heads, heads_kv)
 
 
@@ -241,15 +244,17 @@ def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> 
     """
     check_tensor("query", query, dims=(4,))
     check_tensor("key", key, dims=(4,))
+    query, key = autocast_inputs(query, key)
     check_alike("key", key, "query", query)
     batch, heads, _, head_dim = query.shape
     check_shape("key", key, (batch, key.shape[1], key.shape[2], head_dim), "(B, Hkv, Lk, D)")
     check_heads(heads, key.shape[1])
     scale = default_scale(head_dim) if scale is None else check_real("scale", scale)
-    if backends.parts_use_kernels(query.device):
+    if backends.parts_use_kernels(query):
         return ops.attention_scores(query, key, scale)
     compute = accumulate_dtype_of(query.dtype)
-    return reference.attention_scores(query.to(compute), key.to(compute), scale)
+    with without_autocast(query):
+        return reference.attention_scores(query.to(compute), key.to(compute), scale)
 
 
 def attention_output(weights: Tensor, value: Tensor) -> Tensor:
@@ -272,14 +277,16 @@ def attention_output(weights: Tensor, value: Tensor) -> Tensor:
     """
     check_tensor("weights", weights, dims=(4,))
     check_tensor("value", value, dims=(4,))
+    weights, value = autocast_inputs(weights, value)
     check_alike("value", value, "weights", weights)
     batch, heads, _, seqlen_kv = weights.shape
     check_shape("value", value, (batch, value.shape[1], seqlen_kv, value.shape[3]), "(B, Hkv, Lk, Dv)")
     check_heads(heads, value.shape[1], "weights", "value")
-    if backends.parts_use_kernels(weights.device):
+    if backends.parts_use_kernels(weights):
         return ops.attention_output(weights, value)
     compute = accumulate_dtype_of(value.dtype)
-    return reference.attention_output(weights.to(compute), value.to(compute)).to(value.dtype)
+    with without_autocast(weights):
+        return reference.attention_output(weights.to(compute), value.to(compute)).to(value.dtype)
 
 
 def masked_softmax(
@@ -334,7 +341,7 @@ def masked_softmax(
     )  # fmt: skip
     rng_state = reference.draw_rng_state(scores.device) if dropout_p > 0 else None
     result: SoftmaxResult
-    if backends.parts_use_kernels(scores.device):
+    if backends.parts_use_kernels(scores):
         result = ops.masked_softmax(scores, rule, dropout_p, rng_state, dtype)
     else:
         arguments: dict[str, Any] = rule._asdict()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import functional
-from .call import autocasts
+from .autocast import autocasts
 from .checks import FLOATING, check_alike, check_bool, check_int, check_real, check_shape, check_tensor
 from .state_dicts import adopt_known_layout, torch_state_dict
 
@@ -251,12 +251,16 @@ class MultiHeadAttention(nn.Module):
         check_bool("need_weights", need_weights)
         check_bool("average_attn_weights", average_attn_weights)
 
+        mask = self._mask(query, key, attn_mask, key_mask)
         q, k, v = self._project(query, key, value)
+        if attn_mask is not None and key_mask is not None:  # one mask for both no longer says which keys are hidden
+            hidden = (~key_mask if key_mask.dtype == torch.bool else key_mask == -math.inf)[..., None]
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         result = functional.attention(
             self._split_heads(q, self.num_heads),
             self._split_heads(k, self.num_kv_heads),
             self._split_heads(v, self.num_kv_heads),
-            self._mask(query, key, attn_mask, key_mask),
+            mask,
             self.dropout if self.training else 0.0,
             is_causal,
             scale,

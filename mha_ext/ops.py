@@ -4,7 +4,7 @@ First derivatives are kernels too. Where the backward itself is differentiated (
 products and the QKV split are closed under differentiation; a softmax goes through `reference`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,17 @@ from torch import Tensor
 
 from . import reference
 from ._extension import extension
+from .autocast import without_autocast
 from .reference import SoftmaxResult, accumulate_dtype_of
 from .score_rule import ScoreRule
 
 __all__ = ["attention_output", "attention_scores", "masked_softmax", "qkv_split"]
+
+
+def graph_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A leaf for torch.compile, into which it does not look; AOT autograd traces its derivative."""
+    leaf: Callable[..., Any] = torch.compiler.allow_in_graph(function)
+    return leaf
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -23,13 +30,22 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+# A compiled graph takes the answer of its tracing, and is traced again when torch's setting changes.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tf32_is_set() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"  # whichever of torch's settings it was set by
+
+
 def allow_tf32(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    """Whether fp32 products may round their inputs to TF32."""
+    return x.dtype == torch.float32 and bool(_tf32_is_set())
 
 
 def _empty_aligned_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows are padded to 8 elements in memory, as in csrc/api/parts.cpp."""
     length = like.shape[-1]
+    if length % 8 == 0:
+        return like.new_empty(like.shape, dtype=dtype)
     return like.new_empty((*like.shape[:-1], (length + 7) // 8 * 8), dtype=dtype)[..., :length]
 
 
@@ -58,6 +74,7 @@ def _fake_matmul(
     num_heads_out: int,
     out_dtype: torch.dtype,
     allow_tf32: bool,
+    k_lengths: Tensor | None,
 ) -> Tensor:
     rows, cols = a.shape[3 if transpose_a else 2], b.shape[2 if transpose_b else 3]
     return a.new_empty((a.shape[0], num_heads_out, rows, cols), dtype=out_dtype)
@@ -165,9 +182,14 @@ class _QkvMerge(torch.autograd.Function):
         return *_QkvSplit.apply(grad_packed, bias, ctx.num_heads, ctx.num_kv_heads), None
 
 
+@graph_leaf
+def _apply_qkv_split(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _QkvSplit.apply(*arguments)
+
+
 def qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.qkv_split` by one kernel that reads and writes once."""
-    return _QkvSplit.apply(packed, bias, num_heads, num_kv_heads)
+    return _apply_qkv_split(packed, bias, num_heads, num_kv_heads)
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -190,6 +212,7 @@ class _Matmul(torch.autograd.Function):
             num_heads_out,
             out_dtype,
             allow_tf32,
+            None,
         )
 
     @staticmethod
@@ -220,15 +243,20 @@ class _Matmul(torch.autograd.Function):
         return grad_a, grad_b, None, None, None, None, None, None
 
 
+@graph_leaf
+def _apply_matmul(*arguments: Any) -> Tensor:
+    return _Matmul.apply(*arguments)
+
+
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """`reference.attention_scores`, in the accumulation dtype."""
     compute = accumulate_dtype_of(query.dtype)
-    return _Matmul.apply(query, key, False, True, scale, query.shape[1], compute, allow_tf32(query))
+    return _apply_matmul(query, key, False, True, scale, query.shape[1], compute, allow_tf32(query))
 
 
 def attention_output(weights: Tensor, value: Tensor) -> Tensor:
     """`reference.attention_output`."""
-    return _Matmul.apply(weights, value, False, False, 1.0, weights.shape[1], value.dtype, allow_tf32(value))
+    return _apply_matmul(weights, value, False, False, 1.0, weights.shape[1], value.dtype, allow_tf32(value))
 
 
 # --- the masked softmax ---------------------------------------------------------------------------
@@ -350,10 +378,11 @@ class _MaskedSoftmax(torch.autograd.Function):
         rule = restored_rule(ctx, rule_tensors)
         if torch.is_grad_enabled():  # to be differentiated again
             inputs = (scores, rule.attn_mask, rule.alibi_slopes, rule.sinks)
-            result = reference.masked_softmax(
-                scores.to(accumulate_dtype_of(scores.dtype)), dropout_p=ctx.dropout_p, rng_state=rng_state,
-                return_entropy=False, **rule._asdict(),
-            )  # fmt: skip
+            with without_autocast(scores):
+                result = reference.masked_softmax(
+                    scores.to(accumulate_dtype_of(scores.dtype)), dropout_p=ctx.dropout_p, rng_state=rng_state,
+                    return_entropy=False, **rule._asdict(),
+                )  # fmt: skip
             outputs = (result.weights.to(ctx.dtype), result.dropped.to(ctx.dtype), result.lse)
             gradients = differentiable_gradients(
                 outputs, (grad_weights, grad_dropped, grad_lse), inputs, ctx.needs_input_grad
@@ -389,11 +418,16 @@ def differentiable_gradients(
     return tuple(next(gradients) if needed else None for _, needed in zip(inputs, needs_input_grad, strict=False))
 
 
+@graph_leaf
+def _apply_masked_softmax(*arguments: Any) -> tuple[Tensor, ...]:
+    return _MaskedSoftmax.apply(*arguments)
+
+
 def masked_softmax(
     scores: Tensor, rule: ScoreRule, dropout_p: float, rng_state: Tensor | None, dtype: torch.dtype
 ) -> SoftmaxResult:
     """`reference.masked_softmax` by one kernel that reads and writes once; weights in `dtype`."""
-    weights, dropped, lse, max_score, entropy = _MaskedSoftmax.apply(
+    weights, dropped, lse, max_score, entropy = _apply_masked_softmax(
         scores, rule.attn_mask, rule.alibi_slopes, rule.sinks, rule, dropout_p, rng_state, dtype, False
     )
     return SoftmaxResult(weights, dropped if dropout_p > 0 else weights, lse, max_score, entropy)

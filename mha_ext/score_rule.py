@@ -103,6 +103,8 @@ def _window(window: Any) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: expected a pair (left, right) of ints or None, got {describe(window)}")
+    if any(isinstance(side, int) and side < 0 for side in window):
+        raise ValueError(f"window: expected ints >= 0, or None for an unlimited side, got {window}")
     left, right = (
         None if side is None else min(check_int("window", side, low=0, high=sys.maxsize), 2 * FAR) for side in window
     )

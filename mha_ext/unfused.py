@@ -1,14 +1,17 @@
 """Attention by the three kernels: scores, masked softmax, output; the backward by the same kernels."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
+from .autocast import without_autocast
 from .ops import (
     allow_tf32,
     differentiable_gradients,
+    graph_leaf,
     kept_rule,
     restored_rule,
     softmax_backward,
@@ -28,8 +31,11 @@ def _product(
     heads: int,
     dtype: torch.dtype,
     tf32: bool,
+    k_lengths: Tensor | None = None,
 ) -> Tensor:
-    return torch.ops.mha_ext.matmul(unit_stride(x), unit_stride(y), transpose_x, transpose_y, alpha, heads, dtype, tf32)
+    return torch.ops.mha_ext.matmul(
+        unit_stride(x), unit_stride(y), transpose_x, transpose_y, alpha, heads, dtype, tf32, k_lengths
+    )
 
 
 class _UnfusedAttention(torch.autograd.Function):
@@ -44,7 +50,7 @@ class _UnfusedAttention(torch.autograd.Function):
         scores = _product(query, key, False, True, scale, heads, compute, allow_tf32)
         weights, dropped, *rows = softmax_forward(scores, rule, dropout_p, rng_state, dtype, return_stats)
         probabilities = dropped if dropout_p > 0 else weights
-        output = _product(probabilities, value, False, False, 1.0, heads, dtype, allow_tf32)
+        output = _product(probabilities, value, False, False, 1.0, heads, dtype, allow_tf32, rule.key_lengths)
         scores = scores.new_empty(0) if rule.softcap is None else scores
         return output, weights, dropped, *rows, scores
 
@@ -64,10 +70,11 @@ class _UnfusedAttention(torch.autograd.Function):
         query, key, value, rng_state, lse, weights, dropped, scores, *rule_tensors = ctx.saved_tensors
         rule = restored_rule(ctx, rule_tensors)
         if torch.is_grad_enabled():  # to be differentiated again
-            result = reference.attention(
-                query, key, value, dropout_p=ctx.dropout_p, scale=ctx.scale, rng_state=rng_state,
-                return_entropy=False, **rule._asdict(),
-            )  # fmt: skip
+            with without_autocast(query):
+                result = reference.attention(
+                    query, key, value, dropout_p=ctx.dropout_p, scale=ctx.scale, rng_state=rng_state,
+                    return_entropy=False, **rule._asdict(),
+                )  # fmt: skip
             gradients = differentiable_gradients(
                 (result.output, result.lse, result.weights),  # type: ignore[arg-type]
                 (grad_output, grad_lse, grad_weights),
@@ -93,14 +100,13 @@ class _UnfusedAttention(torch.autograd.Function):
             dtype, tuple(needs_rule),
         )  # fmt: skip
         if needs_query:
-            grad_query = _product(grad_scores, key, False, False, ctx.scale, heads, dtype, tf32)
+            grad_query = _product(grad_scores, key, False, False, ctx.scale, heads, dtype, tf32, rule.key_lengths)
         if needs_key:
             grad_key = _product(grad_scores, query, True, False, ctx.scale, heads_kv, dtype, tf32)
         return grad_query, grad_key, grad_value, *grad_rule, None, None, None, None, None, None
 
 
-# A leaf for torch.compile, whose derivative AOT autograd traces.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@graph_leaf
 def _apply(*arguments: Any) -> tuple[Tensor, ...]:
     output, weights, _, lse, max_score, entropy, _ = _UnfusedAttention.apply(*arguments)
     return output, lse, weights, max_score, entropy
@@ -116,9 +122,11 @@ def attention(
     return_stats: bool,
 ) -> AttentionResult:
     """`reference.attention` by kernels for scores, masked softmax and output."""
-    visible = _key_visibility(key, rule)
-    if visible is not None:  # 0 * NaN is NaN, so what is hidden from every query leaves the products
-        key, value = key.masked_fill(~visible, 0), value.masked_fill(~visible, 0)
+    hidden = _hidden_keys(rule.attn_mask, key)
+    if hidden is not None:  # 0 * NaN is NaN, so what is hidden from every query leaves the products
+        key, value = _without(key, hidden), _without(value, hidden)
+    if rule.key_lengths is not None:  # beyond which the products read nothing
+        rule = rule._replace(key_lengths=rule.key_lengths.contiguous())
     rng_state = reference.draw_rng_state(query.device) if dropout_p > 0 else None
     arguments = (rule, dropout_p, scale, rng_state, return_stats, allow_tf32(query))
     output, lse, weights, max_score, entropy = _apply(
@@ -127,17 +135,18 @@ def attention(
     return AttentionResult(output, lse, weights, max_score, entropy)
 
 
-def _key_visibility(key: Tensor, rule: ScoreRule) -> Tensor | None:
-    """(B or 1, Hkv or 1, Lk, 1): False for keys that are hidden from every query alike."""
-    visible = None
-    if rule.key_lengths is not None:
-        visible = torch.arange(key.shape[2], device=key.device) < rule.key_lengths[:, None, None]
-    mask = rule.attn_mask
-    if mask is not None and (mask.shape[2] == 1 or mask.stride(2) == 0):
-        mask = mask[:, :, :1].expand(-1, -1, -1, key.shape[2])
-        seen = mask if mask.dtype == torch.bool else mask != -float("inf")
-        if seen.shape[1] > 1:  # a key head is hidden when all query heads that read it are blind
-            seen = seen.unflatten(1, (key.shape[1], -1)).any(2)
-        seen = seen.squeeze(2)
-        visible = seen if visible is None else visible & seen
-    return None if visible is None else visible[..., None]
+def _hidden_keys(attn_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """(B or 1, Hkv or 1, Lk, 1): True for keys that a mask broadcast over the queries hides; None: no such mask."""
+    if attn_mask is None or attn_mask.shape[2] == 0 or (attn_mask.shape[2] > 1 and attn_mask.stride(2) != 0):
+        return None
+    mask = attn_mask[:, :, 0].expand(-1, -1, key.shape[2])
+    hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
+    if hidden.shape[1] > 1:  # hidden from all query heads that read a key head
+        hidden = hidden.unflatten(1, (key.shape[1], -1)).all(2)
+    return hidden[..., None]
+
+
+def _without(x: Tensor, hidden: Tensor) -> Tensor:
+    """Zeros in place of hidden rows; heads that are one in memory stay so."""
+    one = x[:, :1] if x.stride(1) == 0 and hidden.shape[1] == 1 else x
+    return one.masked_fill(hidden, 0).expand(x.shape)

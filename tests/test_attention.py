@@ -552,3 +552,50 @@ def test_inputs_are_left_alone(backend: BackendUnderTest) -> None:
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)}
     mha_ext.attention(**inputs)
     assert all(identical(inputs[name], x) for name, x in before.items())
+
+
+def test_parts_under_autocast_accumulate_in_fp32(backend: BackendUnderTest) -> None:
+    query = torch.full((1, 1, 2, 64), 200.0, device=backend.device)
+    with torch.autocast(backend.device, dtype=torch.float16):
+        scores = mha_ext.attention_scores(query, query, scale=1.0)
+        weights = mha_ext.masked_softmax(scores, dtype=torch.float16)
+        output = mha_ext.attention_output(weights, query)
+        split = mha_ext.qkv_split(query[0].half(), torch.ones(64, device=backend.device), 2, 1)
+    assert scores.dtype == torch.float32
+    assert (scores == 200.0 * 200.0 * 64).all()
+    assert output.dtype == torch.float16
+    assert split[0].dtype == torch.float16
+
+
+def test_second_derivatives_under_autocast_are_not_rounded_twice(backend: BackendUnderTest) -> None:
+    query, key, value = (torch.randn(1, 2, 5, 8, device=backend.device, requires_grad=True) for _ in range(3))
+    with torch.autocast(backend.device, dtype=torch.bfloat16):
+        output = mha_ext.attention(query, key, value)
+        (once,) = torch.autograd.grad(output.float().square().sum(), query, create_graph=True)
+    (exact,) = torch.autograd.grad(mha_ext.attention(query, key, value).square().sum(), query)
+    assert (once - exact).abs().max() <= 2e-2 * exact.abs().max()
+
+
+def test_heads_that_are_one_in_memory_stay_so(backend: BackendUnderTest) -> None:
+    key = torch.randn(2, 1, 5, 8, device=backend.device).expand(2, 4, 5, 8)
+    query = torch.randn(2, 4, 3, 8, device=backend.device)
+    mask = torch.tensor([True, True, False, True, False], device=backend.device)
+    masked = mha_ext.attention(query, key, key, mask)
+    torch.testing.assert_close(masked, mha_ext.attention(query, key[:, :, mask], key[:, :, mask]))
+    lengths = torch.tensor([3, 5], device=backend.device)
+    short = mha_ext.attention(query, key, key, key_lengths=lengths)
+    torch.testing.assert_close(short[0], mha_ext.attention(query[0], key[0, :, :3], key[0, :, :3]))
+
+
+@pytest.mark.parametrize("heads_kv", [0, 2])
+def test_no_query_heads(backend: BackendUnderTest, heads_kv: int) -> None:
+    query, key = (torch.randn(2, h, 3, 8, device=backend.device) for h in (0, heads_kv))
+    assert mha_ext.attention(query, key, key).shape == (2, 0, 3, 8)
+
+
+def test_returned_weights_can_be_changed_in_place(backend: BackendUnderTest) -> None:
+    for length in (8, 9):
+        query = torch.randn(1, 1, 2, 4, device=backend.device, requires_grad=True)
+        key = torch.randn(1, 1, length, 4, device=backend.device)
+        weights = mha_ext.attention(query, key, key, return_weights=True).weights
+        weights.mul_(2)

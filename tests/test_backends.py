@@ -60,7 +60,10 @@ def test_a_backend_asked_for_by_name_says_why_it_does_not_compute(query: torch.T
             lambda: mha_ext.attention_output(query[..., :3], query),
             lambda: mha_ext.qkv_split(query[0, :, :, 1:], None, 1),
         ):
-            with pytest.raises(ValueError, match=r"^backend: 'unfused' has no kernels for meta tensors"):
+            with pytest.raises(
+                ValueError,
+                match=r"^backend: 'unfused' does not take this call: this build has no kernels for meta tensors",
+            ):
                 part()
 
 
@@ -154,3 +157,38 @@ def test_both_backends_agree_on_the_whole_result(kernels: str) -> None:
     by_reference = mha_ext.attention(query, query, query, **arguments, backend="reference")
     for a, b in zip(by_kernels, by_reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_contexts_that_overlap_leave_nothing_behind() -> None:
+    first, second = mha_ext.backends.use_backend("reference"), mha_ext.backends.use_backend("reference")
+    before = mha_ext.backends.requested()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert mha_ext.backends.requested() == "reference"
+    second.__exit__(None, None, None)
+    assert mha_ext.backends.requested() == before
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "runs"),
+    [
+        ("sm_80", (8, 0), True),
+        ("sm_80", (8, 9), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_90a", (10, 0), False),
+        ("compute_80", (7, 5), False),
+        ("compute_80", (12, 0), True),
+        ("sm_120", (12, 0), True),
+    ],
+)
+def test_which_gpu_runs_which_code(architecture: str, capability: tuple[int, int], runs: bool) -> None:
+    assert mha_ext.backends.runs_on(architecture, *capability) is runs
+
+
+def test_parts_under_a_transform_take_the_reference(kernels: str) -> None:
+    query = torch.randn(1, 2, 3, 4, device=kernels)
+    with pytest.raises(ValueError, match=r"transforms|forward-mode"):
+        torch.func.jvp(mha_ext.attention_scores, (query, query), (query, query))

@@ -260,6 +260,8 @@ def test_architectures_are_those_of_the_visible_gpus(setup_script: Any, monkeypa
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     assert setup_script.choose_architectures(FakeGpus()) == "8.0+PTX;9.0a"
     assert setup_script.choose_architectures(FakeGpus((9, 0), (8, 6), (9, 0))) == "8.6;9.0a"
+    assert setup_script.choose_architectures(FakeGpus((7, 5), (8, 6))) == "8.6"  # older than any kernel
+    assert setup_script.choose_architectures(FakeGpus((7, 5))) == "8.0+PTX;9.0a"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
     assert setup_script.choose_architectures(FakeGpus((9, 0))) == "8.9"
 

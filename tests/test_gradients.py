@@ -13,9 +13,6 @@ from torch.autograd import gradcheck, gradgradcheck
 import mha_ext
 from mha_ext import AttentionResult
 
-# torch.func.jvp and forward-mode AD load torch's own scripted decompositions
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 SMALL = Shape(1, 2, 1, 3, 4, 3, 2)
 RULES: dict[str, tuple[str, ...]] = {
     "plain": (),

@@ -1,5 +1,6 @@
 """torch.ops.mha_ext.masked_softmax and its backward, against the reference in fp64."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -360,6 +361,37 @@ def test_a_very_long_row(kernels: str) -> None:
     check_backward(scores, BackwardCase(Rule(), 0.1), kernels)
 
 
+@pytest.mark.parametrize(("length", "pitch"), [(24, 24), (25, 32)])
+def test_results_can_be_changed_in_place(kernels: str, length: int, pitch: int) -> None:
+    """Padded rows, and no views."""
+    scores = random_scores((2, 3, 4, length), FP32, kernels)
+    rng_state = torch.tensor([1, 2], device=kernels)
+    ours = forward(scores, Rule(), 0.5, rng_state)
+    grads = backward(ours.weights, ours.weights, ours.lse, scores=scores, softcap=1.0)
+    for each in (ours.weights, ours.dropped, *grads[:2]):
+        assert each.shape == scores.shape
+        assert not each._is_view()
+        assert each.stride() == (12 * pitch, 4 * pitch, pitch, 1)
+
+
+def test_a_pack_of_any_dtype_is_whole_sectors(kernels: str) -> None:
+    """What is read and written in packs fills sectors: counted where the kernels run on the simulated GPU."""
+    if kernels != "cpu":
+        pytest.skip("a GPU does not count")
+    from tests.gpusim import load
+
+    for dtype, length in itertools.product(DTYPES, (256, 1024, 4096, 16384)):
+        scores = random_scores((1, 1, 2, length), dtype, kernels)
+        load().take_records()
+        ours = forward(scores, Rule(), return_stats=False)
+        backward(scores, ours.weights, ours.lse)
+        for record in load().take_records():
+            # the rows' results are single elements
+            for kind in ("load", "store"):
+                sectors, used = (getattr(record, f"global_{kind}_{what}") for what in ("sectors", "bytes"))
+                assert 32 * sectors <= 1.05 * used + 1024, (dtype, length, record.kernel, kind)
+
+
 def test_more_rows_than_a_grid_axis(kernels: str) -> None:
     scores = random_scores((70000, 1, 1, 3), FP32, kernels)
     torch.testing.assert_close(forward(scores, Rule(), return_stats=False).weights, scores.softmax(-1))
@@ -375,12 +407,15 @@ def test_statistics_only_when_asked(kernels: str) -> None:
 
 @pytest.mark.parametrize("length", [9, 20, 260, 1028, 1029, 8200, 8201])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
-def test_dropout_draws_the_bits_of_the_reference(kernels: str, length: int, dropout_p: float) -> None:
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_dropout_draws_the_bits_of_the_reference(
+    kernels: str, length: int, dropout_p: float, dtype: torch.dtype
+) -> None:
     shape = (2, 3, 18, length) if length < 300 else (1, 2, 10, length)
     if length > 8000:
         shape = (1, 1, 2, length)
     rng_state = torch.tensor([0x1234_5678_9ABC_DEF0, 4 * 2**32 + 77], device=kernels)
-    scores = random_scores(shape, FP32, kernels)
+    scores = random_scores(shape, dtype, kernels)
     ours = forward(scores, Rule(), dropout_p, rng_state)
     keep = reference.dropout_keep(scores.shape, dropout_p, rng_state)
     scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0

@@ -983,3 +983,14 @@ def test_repr_says_what_it_is() -> None:
     text = repr(MultiHeadAttention(16, 4, 0.1, num_kv_heads=2, head_dim=8, kdim=12))
     assert "embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, kdim=12, vdim=16, dropout=0.1" in text
     assert "out_proj" in text
+
+
+def test_two_masks_hide_padding_as_well_as_one(device: str) -> None:
+    module = MultiHeadAttention(16, 4).to(device)
+    query, memory = torch.randn(2, 3, 16, device=device), torch.randn(2, 5, 16, device=device)
+    keys = torch.tensor([[True, True, True, False, False], [True] * 5], device=device)
+    attn_mask = torch.ones(3, 5, dtype=torch.bool, device=device).tril(2)
+    expected = module(query, memory, attn_mask=attn_mask, key_mask=keys)
+    poisoned = memory.masked_fill(~keys[..., None], math.nan)
+    for key_mask in (keys, torch.zeros(2, 5, device=device).masked_fill(~keys, -math.inf)):
+        torch.testing.assert_close(module(query, poisoned, attn_mask=attn_mask, key_mask=key_mask), expected)

@@ -60,6 +60,16 @@ inline void check_contiguous(const at::Tensor& tensor, const char* name) {
                     " with strides ", tensor.strides());
 }
 
+// A vector or matrix operand of a kernel, which reads it as it lies in memory.
+inline void check_operand(const std::optional<at::Tensor>& tensor, const char* name, at::IntArrayRef shape,
+                          at::ScalarType dtype, const at::Tensor& like, const char* like_name) {
+  if (!tensor) return;
+  check_shape(*tensor, name, shape);
+  check_dtype(*tensor, name, {dtype});
+  check_device(*tensor, name, like, like_name);
+  check_contiguous(*tensor, name);
+}
+
 // Per-row, per-head and per-batch operands are read in the type in which a kernel computes.
 inline at::ScalarType accumulator(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -72,6 +82,14 @@ inline DType to_dtype(at::ScalarType dtype) {
     case at::kBool: return DType::kBool;
     default: TORCH_CHECK_TYPE(false, "expected a floating-point dtype or bool, got ", dtype);
   }
+}
+
+inline const void* pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+inline const int64_t* int64_pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<int64_t>() : nullptr;
 }
 
 // The stride of an axis; 0 where the axis has one element, so that it can never spoil an alignment.

@@ -2,10 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -24,16 +26,6 @@ void check_axes(const at::Tensor& tensor, const char* name) {
   for (int64_t size : tensor.sizes()) {
     TORCH_CHECK_VALUE(size <= kMaxAxis, name, ": expected axes of at most ", kMaxAxis, ", got shape ", tensor.sizes());
   }
-}
-
-// A vector or matrix operand of a kernel, which reads it as it lies in memory.
-void check_operand(const MaybeTensor& tensor, const char* name, at::IntArrayRef shape, at::ScalarType dtype,
-                   const at::Tensor& like, const char* like_name) {
-  if (!tensor) return;
-  check_shape(*tensor, name, shape);
-  check_dtype(*tensor, name, {dtype});
-  check_device(*tensor, name, like, like_name);
-  check_contiguous(*tensor, name);
 }
 
 // A tensor of rows as long as those of scores. fp64 goes with fp64 alone.
@@ -62,16 +54,17 @@ void check_softcap(double softcap) {
 }
 
 // Rows that start on 16 bytes whatever their length, since the products that read them copy 16 bytes at a time.
+// By its strides and not as a part of a longer tensor: autograd refuses to change a view among several outputs.
 at::Tensor empty_aligned_rows(at::IntArrayRef shape, const at::TensorOptions& options) {
   constexpr int64_t kPitch = 8;
-  std::vector<int64_t> padded = shape.vec();
-  padded.back() = (padded.back() + kPitch - 1) / kPitch * kPitch;
-  return at::empty(padded, options).narrow(-1, 0, shape.back());
+  std::vector<int64_t> strides(shape.size(), 1);
+  int64_t stride = (shape.back() + kPitch - 1) / kPitch * kPitch;
+  for (size_t axis = shape.size() - 1; axis-- > 0;) {
+    strides[axis] = std::max<int64_t>(stride, 1);
+    stride = strides[axis] * shape[axis];
+  }
+  return at::empty_strided(shape, strides, options);
 }
-
-const void* pointer(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
-
-const int64_t* int64_pointer(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<int64_t>() : nullptr; }
 
 DropoutParams dropout_params(double dropout_p, const MaybeTensor& rng_state, const at::Tensor& like,
                              const char* like_name) {

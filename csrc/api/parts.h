@@ -19,9 +19,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_split(const at::Tensor& packe
 std::tuple<at::Tensor, at::Tensor> qkv_merge(const at::Tensor& grad_query, const at::Tensor& grad_key,
                                              const at::Tensor& grad_value, bool bias_grad);
 
-// alpha * op(a) @ op(b), by heads.
+// alpha * op(a) @ op(b), by heads; k ends at k_lengths, by batch.
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_a, bool transpose_b, double alpha,
-                  int64_t num_heads_out, at::ScalarType out_dtype, bool allow_tf32);
+                  int64_t num_heads_out, at::ScalarType out_dtype, bool allow_tf32,
+                  const std::optional<at::Tensor>& k_lengths);
 
 // (weights, dropped, lse, max_score, entropy); what was not asked for is empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_softmax(

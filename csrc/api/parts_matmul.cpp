@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "api/checks.h"
@@ -12,7 +13,8 @@
 namespace mha_ext {
 
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_a, bool transpose_b, double alpha,
-                  int64_t num_heads_out, at::ScalarType out_dtype, bool allow_tf32) {
+                  int64_t num_heads_out, at::ScalarType out_dtype, bool allow_tf32,
+                  const std::optional<at::Tensor>& k_lengths) {
   check_rank(a, "a", 4);
   check_rank(b, "b", 4);
   check_floating(a, "a");
@@ -29,8 +31,11 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_a, bo
                     a.sizes(), transpose_a ? " (transposed)" : "", " and ", b.sizes(),
                     transpose_b ? " (transposed)" : "");
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(m <= kMaxSize && n <= kMaxSize && k <= kMaxSize, "a, b: expected axes below 2^31, got shapes ",
-                    a.sizes(), " and ", b.sizes());
+  const auto too_long = [](int64_t size) { return size > kMaxSize; };
+  TORCH_CHECK_VALUE(std::none_of(a.sizes().begin(), a.sizes().end(), too_long) &&
+                        std::none_of(b.sizes().begin(), b.sizes().end(), too_long),
+                    "a, b: expected axes below 2^31, got shapes ", a.sizes(), " and ", b.sizes());
+  check_operand(k_lengths, "k_lengths", {batch}, at::kLong, a, "a");
 
   // Which heads an output head reads: its share of each operand, or a group that it sums.
   const int64_t heads_a = a.size(1), heads_b = b.size(1);
@@ -38,9 +43,10 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_a, bo
   const bool shares =
       num_heads_out == std::max(heads_a, heads_b) && divides(heads_a, num_heads_out) && divides(heads_b, num_heads_out);
   const bool sums = heads_a == heads_b && num_heads_out > 0 && divides(num_heads_out, heads_a);
-  TORCH_CHECK_VALUE(shares || sums,
+  const bool none = num_heads_out == 0 && (heads_a == 0 || heads_b == 0);
+  TORCH_CHECK_VALUE(shares || sums || none,
                     "num_heads_out: expected the larger head count, a multiple of the other, or a divisor of both when "
-                    "they are equal; got ",
+                    "they are equal, or 0 when an operand has no heads; got ",
                     num_heads_out, " for ", heads_a, " heads of a and ", heads_b, " of b");
 
   const c10::DeviceGuard guard(a.device());
@@ -59,9 +65,10 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, bool transpose_a, bo
   params.m = m;
   params.n = n;
   params.k = k;
-  params.a_divisor = shares ? num_heads_out / heads_a : 1;
-  params.b_divisor = shares ? num_heads_out / heads_b : 1;
-  params.group_sum = shares ? 1 : heads_a / num_heads_out;
+  params.k_lengths = int64_pointer(k_lengths);
+  params.a_divisor = static_cast<int>(shares ? num_heads_out / heads_a : 1);
+  params.b_divisor = static_cast<int>(shares ? num_heads_out / heads_b : 1);
+  params.group_sum = static_cast<int>(shares ? 1 : heads_a / num_heads_out);
   params.alpha = alpha;
   params.transpose_a = transpose_a;
   params.transpose_b = transpose_b;

@@ -11,15 +11,14 @@
 namespace mha_ext {
 
 struct MaskedSoftmaxRows {
-  int64_t first_row;  // of the first block
-  bool packed;        // scores, weights and dropped can be read and written in packs
-  bool packed_mask;   // and so can the mask
+  bool packed;       // scores, weights and dropped can be read and written in packs
+  bool packed_mask;  // and so can the mask
 };
 
 // scores = scores under the mask
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ void apply_mask(RowTile<Acc, kVecs>& scores, const ScoreRuleParams& params,
-                                           const RowRule<Acc>& rule, const RowColumns<kVecs, kThreads>& columns,
+                                           const RowRule<Acc>& rule, const RowColumns<Acc, kVecs, kThreads>& columns,
                                            bool packed_mask) {
   const auto apply = [&](auto type) {
     using T = typename decltype(type)::type;
@@ -50,7 +49,7 @@ __device__ __forceinline__ void apply_mask(RowTile<Acc, kVecs>& scores, const Sc
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ Acc load_scores(RowTile<Acc, kVecs>& scores, const MaskedSoftmaxParams& params,
                                            const MaskedSoftmaxRows& rows, const RowIndex& index,
-                                           const RowRule<Acc>& rule, const RowColumns<kVecs, kThreads>& columns) {
+                                           const RowRule<Acc>& rule, const RowColumns<Acc, kVecs, kThreads>& columns) {
   load_tile(scores, params.scores, params.scores_dtype, index.offset(params.scores_strides), columns, rule.begin,
             rule.end);
   if (rule.softcap != Acc(0)) {
@@ -68,12 +67,12 @@ __device__ __forceinline__ Acc load_scores(RowTile<Acc, kVecs>& scores, const Ma
   for (int vec = 0; vec < kVecs; ++vec) {
     if (!columns.within(vec, rule.begin, rule.end)) {
 #pragma unroll
-      for (int element = 0; element < kPack; ++element) {
+      for (int element = 0; element < kVecColumns; ++element) {
         if (!rule.in_bounds(columns.at(vec, element))) scores[vec][element] = -kInfinity<Acc>;
       }
     }
 #pragma unroll
-    for (int element = 0; element < kPack; ++element) {
+    for (int element = 0; element < kVecColumns; ++element) {
       largest = fmax(largest, scores[vec][element]);  // passes over NaN
       has_nan |= scores[vec][element] != scores[vec][element];
     }
@@ -84,7 +83,7 @@ __device__ __forceinline__ Acc load_scores(RowTile<Acc, kVecs>& scores, const Ma
 // tile = exp(tile - shift). Returns the sum of what this thread holds.
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ Acc exponentiate(RowTile<Acc, kVecs>& tile, Acc shift, const RowRule<Acc>& rule,
-                                            const RowColumns<kVecs, kThreads>& columns) {
+                                            const RowColumns<Acc, kVecs, kThreads>& columns) {
   if (shift != shift) {  // a NaN row, but for the keys that are not visible
     for_each_element<kVecs>(
         [&](int vec, int element) { tile[vec][element] = tile[vec][element] == -kInfinity<Acc> ? Acc(0) : shift; });
@@ -95,13 +94,13 @@ __device__ __forceinline__ Acc exponentiate(RowTile<Acc, kVecs>& tile, Acc shift
   for (int vec = 0; vec < kVecs; ++vec) {
     if (columns.overlaps(vec, rule.begin, rule.end)) {
 #pragma unroll
-      for (int element = 0; element < kPack; ++element) {
+      for (int element = 0; element < kVecColumns; ++element) {
         tile[vec][element] = exp(tile[vec][element] - shift);
         sum += tile[vec][element];
       }
     } else {
 #pragma unroll
-      for (int element = 0; element < kPack; ++element) tile[vec][element] = Acc(0);
+      for (int element = 0; element < kVecColumns; ++element) tile[vec][element] = Acc(0);
     }
   }
   return sum;
@@ -111,7 +110,7 @@ __device__ __forceinline__ Acc exponentiate(RowTile<Acc, kVecs>& tile, Acc shift
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ Acc store_weights(RowTile<Acc, kVecs>& tile, const MaskedSoftmaxParams& params,
                                              const RowIndex& index, Acc inverse_sum,
-                                             const RowColumns<kVecs, kThreads>& columns) {
+                                             const RowColumns<Acc, kVecs, kThreads>& columns) {
   for_each_element<kVecs>([&](int vec, int element) { tile[vec][element] *= inverse_sum; });
   const int64_t offset = index.offset(params.weights_strides);
   const int end = static_cast<int>(params.seqlen_kv);
@@ -146,14 +145,14 @@ __global__ __launch_bounds__(Block::kBlock, Block::min_blocks(1)) void masked_so
   using Acc = typename Block::Acc;
   __shared__ Acc scratch[Block::kWarps];
 
-  const int64_t row = rows.first_row + int64_t{blockIdx.x} * Block::kRows + threadIdx.x / Block::kThreads;
+  const int64_t row = int64_t{blockIdx.x} * Block::kRows + threadIdx.x / Block::kThreads;
   if (row >= params.batch * params.heads * params.seqlen_q) return;
   const int thread = threadIdx.x % Block::kThreads;
   const RowIndex index(row, params.heads, params.seqlen_q);
   const RowRule<Acc> rule = row_rule<Acc>(params.rule, index.batch, index.head, index.query, params.seqlen_kv);
   const typename Block::Columns columns(rows.packed, thread);
 
-  Acc tile[Block::kVecs][kPack];
+  Acc tile[Block::kVecs][kVecColumns];
   const Acc largest = load_scores(tile, params, rows, index, rule, columns);
   const Acc max_score = group_reduce<Block::kWarps>(largest, scratch, max_or_nan<Acc>);
   const Acc sink = row_sink<Acc>(params.rule, index.head);
@@ -174,10 +173,10 @@ __global__ __launch_bounds__(Block::kBlock, Block::min_blocks(1)) void masked_so
   using Columns = typename Block::Columns;
   __shared__ Acc scratch[Block::kWarps];
 
-  const int64_t row = rows.first_row + blockIdx.x;
+  const int64_t row = blockIdx.x;
   const RowIndex index(row, params.heads, params.seqlen_q);
   const RowRule<Acc> rule = row_rule<Acc>(params.rule, index.batch, index.head, index.query, params.seqlen_kv);
-  Acc tile[Block::kVecs][kPack];
+  Acc tile[Block::kVecs][kVecColumns];
 
   // first read: the largest score and the sum
   SoftmaxState<Acc> state;
@@ -209,12 +208,13 @@ __global__ __launch_bounds__(Block::kBlock, Block::min_blocks(1)) void masked_so
 template <typename Acc>
 void launch_masked_softmax(const MaskedSoftmaxParams& params, cudaStream_t stream) {
   const auto aligned = [](const void* base, DType dtype, const Strides3& strides) {
-    return packs_align(base, dtype, kPack, strides.batch, strides.head, strides.row);
+    return packs_align(base, dtype, kVecColumns, strides.batch, strides.head, strides.row);
   };
   const ScoreRuleParams& rule = params.rule;
   const Strides4& mask = rule.mask_strides;
   MaskedSoftmaxRows rows = {};
-  rows.packed = params.seqlen_kv % kPack == 0 && aligned(params.scores, params.scores_dtype, params.scores_strides) &&
+  rows.packed = params.seqlen_kv % kVecColumns == 0 &&
+                aligned(params.scores, params.scores_dtype, params.scores_strides) &&
                 aligned(params.weights, params.weights_dtype, params.weights_strides) &&
                 (!params.dropped || aligned(params.dropped, params.weights_dtype, params.weights_strides));
   rows.packed_mask = rows.packed && rule.attn_mask && mask.col == 1 &&

@@ -12,15 +12,14 @@
 namespace mha_ext {
 
 struct MaskedSoftmaxBackwardRows {
-  int64_t first_row;  // of the first block
-  bool packed;        // all tensors can be read and written in packs
+  bool packed;  // all tensors can be read and written in packs
 };
 
 // weights = P and grads = dP, of one tile.
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ void load_weights_and_grads(RowTile<Acc, kVecs>& weights, RowTile<Acc, kVecs>& grads,
                                                        const MaskedSoftmaxBackwardParams& params, const RowIndex& index,
-                                                       const RowColumns<kVecs, kThreads>& columns) {
+                                                       const RowColumns<Acc, kVecs, kThreads>& columns) {
   const int end = static_cast<int>(params.seqlen_kv);
   for_each_element<kVecs>([&](int vec, int element) { grads[vec][element] = Acc(0); });
   if (params.grad_dropped) {
@@ -51,7 +50,8 @@ __device__ __forceinline__ Acc dot(const RowTile<Acc, kVecs>& weights, const Row
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ Acc store_score_grads(RowTile<Acc, kVecs>& weights, RowTile<Acc, kVecs>& grads, Acc shift,
                                                  const MaskedSoftmaxBackwardParams& params, const RowIndex& index,
-                                                 const RowRule<Acc>& rule, const RowColumns<kVecs, kThreads>& columns) {
+                                                 const RowRule<Acc>& rule,
+                                                 const RowColumns<Acc, kVecs, kThreads>& columns) {
   for_each_element<kVecs>([&](int vec, int element) {
     const Acc weight = weights[vec][element];
     grads[vec][element] = weight == Acc(0) ? Acc(0) : weight * (grads[vec][element] - shift);
@@ -104,14 +104,14 @@ __global__ __launch_bounds__(Block::kBlock, Block::min_blocks(2)) void masked_so
   using Acc = typename Block::Acc;
   __shared__ Acc scratch[Block::kWarps];
 
-  const int64_t row = rows.first_row + int64_t{blockIdx.x} * Block::kRows + threadIdx.x / Block::kThreads;
+  const int64_t row = int64_t{blockIdx.x} * Block::kRows + threadIdx.x / Block::kThreads;
   if (row >= params.batch * params.heads * params.seqlen_q) return;
   const int thread = threadIdx.x % Block::kThreads;
   const RowIndex index(row, params.heads, params.seqlen_q);
   const RowRule<Acc> rule = row_rule<Acc>(params.rule, index.batch, index.head, index.query, params.seqlen_kv);
   const typename Block::Columns columns(rows.packed, thread);
 
-  Acc weights[Block::kVecs][kPack], grads[Block::kVecs][kPack];
+  Acc weights[Block::kVecs][kVecColumns], grads[Block::kVecs][kVecColumns];
   load_weights_and_grads(weights, grads, params, index, columns);
   const Acc delta = group_sum<Block::kWarps>(dot(weights, grads), scratch);
   const Acc grad_lse = row_value<Acc>(params.grad_lse, row);
@@ -129,10 +129,10 @@ __global__ __launch_bounds__(Block::kBlock, Block::min_blocks(2)) void masked_so
   using Columns = typename Block::Columns;
   __shared__ Acc scratch[Block::kWarps];
 
-  const int64_t row = rows.first_row + blockIdx.x;
+  const int64_t row = blockIdx.x;
   const RowIndex index(row, params.heads, params.seqlen_q);
   const RowRule<Acc> rule = row_rule<Acc>(params.rule, index.batch, index.head, index.query, params.seqlen_kv);
-  Acc weights[Block::kVecs][kPack], grads[Block::kVecs][kPack];
+  Acc weights[Block::kVecs][kVecColumns], grads[Block::kVecs][kVecColumns];
 
   // first read: delta
   Acc delta = Acc(0);
@@ -158,10 +158,10 @@ __global__ __launch_bounds__(Block::kBlock, Block::min_blocks(2)) void masked_so
 template <typename Acc>
 void launch_masked_softmax_backward(const MaskedSoftmaxBackwardParams& params, cudaStream_t stream) {
   const auto aligned = [](const void* base, DType dtype, const Strides3& strides) {
-    return !base || packs_align(base, dtype, kPack, strides.batch, strides.head, strides.row);
+    return !base || packs_align(base, dtype, kVecColumns, strides.batch, strides.head, strides.row);
   };
   MaskedSoftmaxBackwardRows rows = {};
-  rows.packed = params.seqlen_kv % kPack == 0 &&
+  rows.packed = params.seqlen_kv % kVecColumns == 0 &&
                 aligned(params.grad_weights, params.grad_weights_dtype, params.grad_weights_strides) &&
                 aligned(params.grad_dropped, params.grad_dropped_dtype, params.grad_dropped_strides) &&
                 aligned(params.weights, params.weights_dtype, params.weights_strides) &&

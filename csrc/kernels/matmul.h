@@ -7,7 +7,7 @@
 
 namespace mha_ext {
 
-// Picks the kernel. m, n and k are below 2^31; an empty c launches nothing; k = 0 writes zeros.
+// Picks the kernel. Every size is below 2^31; an empty c launches nothing; k = 0 writes zeros.
 void matmul(const MatmulParams& params, cudaStream_t stream);
 
 template <typename Element>  // __half, __nv_bfloat16; float, rounded to TF32

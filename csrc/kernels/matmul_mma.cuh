@@ -54,8 +54,8 @@ struct TileLoader {
   int offset;
   bool aligned;
 
-  __device__ __forceinline__ TileLoader(const void* base, const Strides3& strides, bool aligned, int64_t batch,
-                                        int64_t head, int64_t mn, int64_t mn_begin, int tiles_k)
+  __device__ __forceinline__ TileLoader(const void* base, const Strides3& strides, bool aligned, int batch, int head,
+                                        int64_t mn, int mn_begin, int tiles_k)
       : line(threadIdx.x / Tile::kChunks),
         col(threadIdx.x % Tile::kChunks * Tile::kChunkElements),
         offset(Tile::offset(line, threadIdx.x % Tile::kChunks)),
@@ -241,80 +241,76 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const FragmentReader<Element, Operand::kA, TileA, kMmaM> a_reader(warp_m, lane);
   const FragmentReader<Element, Operand::kB, TileB, kMmaN / 2> b_reader(warp_n, lane);
 
-#pragma unroll 1
-  for (int64_t index = blockIdx.x; index < plan.tiles; index += gridDim.x) {
-    // Which heads, which rows, which columns.
-    const OutputTile tile = output_tile(index, p, plan);
-    const int64_t a_head = tile.head * p.group_sum / p.a_divisor, b_head = tile.head * p.group_sum / p.b_divisor;
-    const int64_t m_begin = static_cast<int64_t>(tile.m_block) * kBlockM;
-    const int64_t n_begin = static_cast<int64_t>(tile.n_block) * kBlockN;
-    const int64_t steps = p.group_sum * plan.tiles_k;
-    TileLoader<Element, TileA, Config::kThreads> a_loader(p.a, p.a_strides, plan.a_aligned, tile.batch, a_head, p.m,
-                                                          m_begin, plan.tiles_k);
-    TileLoader<Element, TileB, Config::kThreads> b_loader(p.b, p.b_strides, plan.b_aligned, tile.batch, b_head, p.n,
-                                                          n_begin, plan.tiles_k);
-    int64_t loads_left = steps;
-    int k_left = static_cast<int>(p.k);
+  // Which heads, which rows, which columns, how much of k.
+  const OutputTile tile = output_tile(blockIdx.x, p, plan);
+  const int a_head = tile.head * p.group_sum / p.a_divisor, b_head = tile.head * p.group_sum / p.b_divisor;
+  const int m_begin = tile.m_block * kBlockM, n_begin = tile.n_block * kBlockN;
+  const int length_k = length_of_k(p, tile.batch), tiles_k = static_cast<int>(ceil_div(length_k, kBlockK));
+  const int64_t steps = int64_t{p.group_sum} * tiles_k;
+  TileLoader<Element, TileA, Config::kThreads> a_loader(p.a, p.a_strides, plan.a_aligned, tile.batch, a_head, p.m,
+                                                        m_begin, tiles_k);
+  TileLoader<Element, TileB, Config::kThreads> b_loader(p.b, p.b_strides, plan.b_aligned, tile.batch, b_head, p.n,
+                                                        n_begin, tiles_k);
+  int64_t loads_left = steps;
+  int k_left = length_k;
 
-    // One commit a step even when nothing is left, so that the wait below can count groups.
-    const auto load_next = [&](typename Config::Stage& stage) {
-      if (loads_left > 0) {
-        a_loader.load(stage.a_smem, k_left);
-        b_loader.load(stage.b_smem, k_left);
-        k_left -= kBlockK;
-        a_loader.walk.advance(k_left <= 0);
-        b_loader.walk.advance(k_left <= 0);
-        if (k_left <= 0) k_left = static_cast<int>(p.k);
-        --loads_left;
-      }
-      ptx::cp_async_commit();
-    };
+  // One commit a step even when nothing is left, so that the wait below can count groups.
+  const auto load_next = [&](typename Config::Stage& stage) {
+    if (loads_left > 0) {
+      a_loader.load(stage.a_smem, k_left);
+      b_loader.load(stage.b_smem, k_left);
+      k_left -= kBlockK;
+      a_loader.walk.advance(k_left <= 0);
+      b_loader.walk.advance(k_left <= 0);
+      if (k_left <= 0) k_left = length_k;
+      --loads_left;
+    }
+    ptx::cp_async_commit();
+  };
 
-    // Fill the pipeline.
+  // Fill the pipeline.
 #pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) load_next(shared.stage[stage]);
+  for (int stage = 0; stage < kStages - 1; ++stage) load_next(shared.stage[stage]);
 
-    // Multiply.
-    float acc[kMmaM][kMmaN][4] = {};
-    int stage = 0, free_stage = kStages - 1;
+  // Multiply.
+  float acc[kMmaM][kMmaN][4] = {};
+  int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
-    for (int64_t step = 0; step < steps; ++step) {
-      ptx::cp_async_wait<kStages - 2>();  // this step's tiles are here ...
-      __syncthreads();                    // ... all of them, and nobody reads the free stage any more
-      load_next(shared.stage[free_stage]);
-      const uint32_t a_tile = shared_address(shared.stage[stage].a_smem);
-      const uint32_t b_tile = shared_address(shared.stage[stage].b_smem);
+  for (int64_t step = 0; step < steps; ++step) {
+    ptx::cp_async_wait<kStages - 2>();  // this step's tiles are here ...
+    __syncthreads();                    // ... all of them, and nobody reads the free stage any more
+    load_next(shared.stage[free_stage]);
+    const uint32_t a_tile = shared_address(shared.stage[stage].a_smem);
+    const uint32_t b_tile = shared_address(shared.stage[stage].b_smem);
 #pragma unroll
-      for (int k_step = 0; k_step < Config::kKSteps; ++k_step) {
-        uint32_t a[kMmaM][4], b[kMmaN / 2][4];
-        a_reader.read(a, a_tile, k_step);
-        b_reader.read(b, b_tile, k_step);
+    for (int k_step = 0; k_step < Config::kKSteps; ++k_step) {
+      uint32_t a[kMmaM][4], b[kMmaN / 2][4];
+      a_reader.read(a, a_tile, k_step);
+      b_reader.read(b, b_tile, k_step);
 #pragma unroll
-        for (int i = 0; i < kMmaM; ++i) {
+      for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
-          for (int j = 0; j < kMmaN; ++j) {
-            ptx::mma_m16n8<Element>(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-          }
+        for (int j = 0; j < kMmaN; ++j) {
+          ptx::mma_m16n8<Element>(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
       }
-      free_stage = stage;
-      stage = stage + 1 < kStages ? stage + 1 : 0;
     }
+    free_stage = stage;
+    stage = stage + 1 < kStages ? stage + 1 : 0;
+  }
 
-    // Scale, round, store.
-    const float alpha = static_cast<float>(p.alpha);
-    const int64_t c_offset = tile.batch * p.c_strides.batch + tile.head * p.c_strides.head +
-                             (m_begin + warp_m) * p.c_strides.row + n_begin + warp_n;
-    const int rows_left = static_cast<int>(p.m - m_begin) - warp_m;
-    const int cols_left = static_cast<int>(p.n - n_begin) - warp_n;
-    if (sizeof(Element) == 4 || p.out_dtype == DType::kFloat32) {
-      store_accumulators(static_cast<float*>(p.c) + c_offset, p.c_strides.row, acc, alpha, rows_left, cols_left,
-                         plan.c_aligned, lane);
-    } else {
-      store_accumulators(static_cast<Element*>(p.c) + c_offset, p.c_strides.row, acc, alpha, rows_left, cols_left,
-                         plan.c_aligned, lane);
-    }
-    __syncthreads();  // the next output tile refills the stages
+  // Scale, round, store.
+  const float alpha = static_cast<float>(p.alpha);
+  const int64_t c_offset = tile.batch * p.c_strides.batch + tile.head * p.c_strides.head +
+                           (m_begin + warp_m) * p.c_strides.row + n_begin + warp_n;
+  const int rows_left = static_cast<int>(p.m - m_begin) - warp_m;
+  const int cols_left = static_cast<int>(p.n - n_begin) - warp_n;
+  if (sizeof(Element) == 4 || p.out_dtype == DType::kFloat32) {
+    store_accumulators(static_cast<float*>(p.c) + c_offset, p.c_strides.row, acc, alpha, rows_left, cols_left,
+                       plan.c_aligned, lane);
+  } else {
+    store_accumulators(static_cast<Element*>(p.c) + c_offset, p.c_strides.row, acc, alpha, rows_left, cols_left,
+                       plan.c_aligned, lane);
   }
 }
 
@@ -323,7 +319,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 template <typename Element, bool kTransposeA, bool kTransposeB, int kBlockN>
 void launch_matmul_mma(const MatmulParams& p, cudaStream_t stream) {
   using Config = MatmulMma<Element, kTransposeA, kTransposeB, kBlockN>;
-  const MatmulPlan plan = matmul_plan(p, Config::kBlockM, Config::kBlockN, Config::kBlockK, 4);
+  const MatmulPlan plan = matmul_plan(p, Config::kBlockM, Config::kBlockN, 4);
   launch(matmul_mma_kernel<Config>,
          {"matmul_mma", plan.tiles, Config::kThreads, sizeof(typename Config::Shared), stream}, p, plan);
 }

@@ -44,8 +44,8 @@ struct SimtLoader {
   OperandWalk walk;
   int line, col;  // this thread's element in the first pass
 
-  __device__ __forceinline__ SimtLoader(const void* base, const Strides3& strides, int64_t batch, int64_t head,
-                                        int64_t mn, int64_t mn_begin, int tiles_k)
+  __device__ __forceinline__ SimtLoader(const void* base, const Strides3& strides, int batch, int head, int64_t mn,
+                                        int mn_begin, int tiles_k)
       : line(threadIdx.x / kLineElements), col(threadIdx.x % kLineElements) {
     walk = operand_walk<Element, Tile::kMnMajor>(base, strides, batch, head, mn, mn_begin, Tile::kBlockK, tiles_k, line,
                                                  col);
@@ -125,80 +125,76 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const int thread_m = (warp_m * Config::kLanesM + lane / Config::kLanesN) * kVector;
   const int thread_n = (warp_n * Config::kLanesN + lane % Config::kLanesN) * kVector;
 
-#pragma unroll 1
-  for (int64_t index = blockIdx.x; index < plan.tiles; index += gridDim.x) {
-    // Which heads, which rows, which columns.
-    const OutputTile tile = output_tile(index, p, plan);
-    const int64_t a_head = tile.head * p.group_sum / p.a_divisor, b_head = tile.head * p.group_sum / p.b_divisor;
-    const int64_t m_begin = static_cast<int64_t>(tile.m_block) * kBlockM;
-    const int64_t n_begin = static_cast<int64_t>(tile.n_block) * kBlockN;
-    const int64_t steps = p.group_sum * plan.tiles_k;
-    SimtLoader<Element, typename Config::TileA, Config::kThreads> a_loader(p.a, p.a_strides, tile.batch, a_head, p.m,
-                                                                           m_begin, plan.tiles_k);
-    SimtLoader<Element, typename Config::TileB, Config::kThreads> b_loader(p.b, p.b_strides, tile.batch, b_head, p.n,
-                                                                           n_begin, plan.tiles_k);
-    int64_t loads_left = steps;
-    int k_left = static_cast<int>(p.k);
+  // Which heads, which rows, which columns, how much of k.
+  const OutputTile tile = output_tile(blockIdx.x, p, plan);
+  const int a_head = tile.head * p.group_sum / p.a_divisor, b_head = tile.head * p.group_sum / p.b_divisor;
+  const int m_begin = tile.m_block * kBlockM, n_begin = tile.n_block * kBlockN;
+  const int length_k = length_of_k(p, tile.batch), tiles_k = static_cast<int>(ceil_div(length_k, kBlockK));
+  const int64_t steps = int64_t{p.group_sum} * tiles_k;
+  SimtLoader<Element, typename Config::TileA, Config::kThreads> a_loader(p.a, p.a_strides, tile.batch, a_head, p.m,
+                                                                         m_begin, tiles_k);
+  SimtLoader<Element, typename Config::TileB, Config::kThreads> b_loader(p.b, p.b_strides, tile.batch, b_head, p.n,
+                                                                         n_begin, tiles_k);
+  int64_t loads_left = steps;
+  int k_left = length_k;
 
-    // One commit a step even when nothing is left, so that the wait below can count groups.
-    const auto load_next = [&](typename Config::Stage& stage) {
-      if (loads_left > 0) {
-        a_loader.load(stage.a, k_left);
-        b_loader.load(stage.b, k_left);
-        k_left -= kBlockK;
-        a_loader.walk.advance(k_left <= 0);
-        b_loader.walk.advance(k_left <= 0);
-        if (k_left <= 0) k_left = static_cast<int>(p.k);
-        --loads_left;
-      }
-      ptx::cp_async_commit();
-    };
+  // One commit a step even when nothing is left, so that the wait below can count groups.
+  const auto load_next = [&](typename Config::Stage& stage) {
+    if (loads_left > 0) {
+      a_loader.load(stage.a, k_left);
+      b_loader.load(stage.b, k_left);
+      k_left -= kBlockK;
+      a_loader.walk.advance(k_left <= 0);
+      b_loader.walk.advance(k_left <= 0);
+      if (k_left <= 0) k_left = length_k;
+      --loads_left;
+    }
+    ptx::cp_async_commit();
+  };
 
-    // Fill the pipeline.
+  // Fill the pipeline.
 #pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; ++stage) load_next(shared.stage[stage]);
+  for (int stage = 0; stage < kStages - 1; ++stage) load_next(shared.stage[stage]);
 
-    // Multiply.
-    Element acc[8][8] = {};
-    int stage = 0, free_stage = kStages - 1;
+  // Multiply.
+  Element acc[8][8] = {};
+  int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
-    for (int64_t step = 0; step < steps; ++step) {
-      ptx::cp_async_wait<kStages - 2>();  // this step's tiles are here ...
-      __syncthreads();                    // ... all of them, and nobody reads the free stage any more
-      load_next(shared.stage[free_stage]);
-      const auto& current = shared.stage[stage];
+  for (int64_t step = 0; step < steps; ++step) {
+    ptx::cp_async_wait<kStages - 2>();  // this step's tiles are here ...
+    __syncthreads();                    // ... all of them, and nobody reads the free stage any more
+    load_next(shared.stage[free_stage]);
+    const auto& current = shared.stage[stage];
 #pragma unroll Config::kUnroll
-      for (int k = 0; k < kBlockK; ++k) {
-        Element a[8], b[8];
-        read_vectors(a, current.a, k, thread_m, Config::kStepM);
-        read_vectors(b, current.b, k, thread_n, Config::kStepN);
+    for (int k = 0; k < kBlockK; ++k) {
+      Element a[8], b[8];
+      read_vectors(a, current.a, k, thread_m, Config::kStepM);
+      read_vectors(b, current.b, k, thread_n, Config::kStepN);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 8; ++i) {
 #pragma unroll
-          for (int j = 0; j < 8; ++j) acc[i][j] = fma(a[i], b[j], acc[i][j]);
-        }
+        for (int j = 0; j < 8; ++j) acc[i][j] = fma(a[i], b[j], acc[i][j]);
       }
-      free_stage = stage;
-      stage = stage + 1 < kStages ? stage + 1 : 0;
     }
+    free_stage = stage;
+    stage = stage + 1 < kStages ? stage + 1 : 0;
+  }
 
-    // Scale and store.
-    const auto alpha = static_cast<Element>(p.alpha);
-    Element* const c = static_cast<Element*>(p.c) + tile.batch * p.c_strides.batch + tile.head * p.c_strides.head;
+  // Scale and store.
+  const auto alpha = static_cast<Element>(p.alpha);
+  Element* const c = static_cast<Element*>(p.c) + tile.batch * p.c_strides.batch + tile.head * p.c_strides.head;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int64_t row = m_begin + thread_m + i / kVector * Config::kStepM + i % kVector;
-      if (row >= p.m) break;
+  for (int i = 0; i < 8; ++i) {
+    const int row = m_begin + thread_m + i / kVector * Config::kStepM + i % kVector;
+    if (row >= p.m) break;
 #pragma unroll
-      for (int v = 0; v < Config::kVectorsN; ++v) {
-        Pack<Element, kVector> vector;
+    for (int v = 0; v < Config::kVectorsN; ++v) {
+      Pack<Element, kVector> vector;
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) vector.at[e] = alpha * acc[i][v * kVector + e];
-        const int64_t col = n_begin + thread_n + v * Config::kStepN;
-        store_outputs(c + row * p.c_strides.row + col, vector, p.n - col, plan.c_aligned);
-      }
+      for (int e = 0; e < kVector; ++e) vector.at[e] = alpha * acc[i][v * kVector + e];
+      const int col = n_begin + thread_n + v * Config::kStepN;
+      store_outputs(c + row * p.c_strides.row + col, vector, p.n - col, plan.c_aligned);
     }
-    __syncthreads();  // the next output tile refills the stages
   }
 }
 
@@ -207,7 +203,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 template <typename Element, bool kTransposeA, bool kTransposeB>
 void launch_matmul_simt(const MatmulParams& p, cudaStream_t stream) {
   using Config = MatmulSimt<Element, kTransposeA, kTransposeB>;
-  const MatmulPlan plan = matmul_plan(p, Config::kBlockM, Config::kBlockN, Config::kBlockK, Config::kVector);
+  const MatmulPlan plan = matmul_plan(p, Config::kBlockM, Config::kBlockN, Config::kVector);
   launch(matmul_simt_kernel<Config>,
          {"matmul_simt", plan.tiles, Config::kThreads, sizeof(typename Config::Shared), stream}, p, plan);
 }

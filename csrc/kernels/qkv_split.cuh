@@ -30,30 +30,28 @@ template <typename T, int kPack>
 __global__ __launch_bounds__(kQkvBlock) void qkv_split_kernel(const __grid_constant__ QkvSplitParams params) {
   const int columns = (params.num_heads_q + 2 * params.num_heads_kv) * params.head_dim;
   const int packs = columns / kPack;  // of a row
-  const int64_t total = params.batch * params.seqlen * packs;
-  const int64_t step = int64_t{gridDim.x} * kQkvBlock;
-  for (int64_t at = int64_t{blockIdx.x} * kQkvBlock + threadIdx.x; at < total; at += step) {
-    const int64_t row = at / packs;
-    const int column = static_cast<int>(at - row * packs) * kPack;
-    const int64_t b = row / params.seqlen, i = row - b * params.seqlen;
+  const int64_t at = int64_t{blockIdx.x} * kQkvBlock + threadIdx.x;
+  if (at >= params.batch * params.seqlen * packs) return;
+  const int64_t row = at / packs;
+  const int column = static_cast<int>(at - row * packs) * kPack;
+  const int64_t b = row / params.seqlen, i = row - b * params.seqlen;
 
-    const T* source =
-        static_cast<const T*>(params.packed) + b * params.packed_batch_stride + i * params.packed_row_stride;
-    Pack<T, kPack> pack = load_pack<T, kPack>(source + column);
-    if (params.bias) {
-      const Pack<T, kPack> bias = load_pack<T, kPack>(static_cast<const T*>(params.bias) + column);
+  const T* source =
+      static_cast<const T*>(params.packed) + b * params.packed_batch_stride + i * params.packed_row_stride;
+  Pack<T, kPack> pack = load_pack<T, kPack>(source + column);
+  if (params.bias) {
+    const Pack<T, kPack> bias = load_pack<T, kPack>(static_cast<const T*>(params.bias) + column);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) {
-        pack.at[k] = convert<T>(convert<Accumulator<T>>(pack.at[k]) + convert<Accumulator<T>>(bias.at[k]));
-      }
+    for (int k = 0; k < kPack; ++k) {
+      pack.at[k] = convert<T>(convert<Accumulator<T>>(pack.at[k]) + convert<Accumulator<T>>(bias.at[k]));
     }
-
-    const QkvColumn to(column, params.num_heads_q, params.num_heads_kv, params.head_dim);
-    void* part = to.part == 0 ? params.query : (to.part == 1 ? params.key : params.value);
-    const int64_t heads = to.part == 0 ? params.num_heads_q : params.num_heads_kv;
-    const int64_t target_row = (b * heads + to.head) * params.seqlen + i;
-    store_pack(static_cast<T*>(part) + target_row * params.head_dim + to.col, pack);
   }
+
+  const QkvColumn to(column, params.num_heads_q, params.num_heads_kv, params.head_dim);
+  void* part = to.part == 0 ? params.query : (to.part == 1 ? params.key : params.value);
+  const int64_t heads = to.part == 0 ? params.num_heads_q : params.num_heads_kv;
+  const int64_t target_row = (b * heads + to.head) * params.seqlen + i;
+  store_pack(static_cast<T*>(part) + target_row * params.head_dim + to.col, pack);
 }
 
 // A thread owns one pack of columns and walks down one chunk of rows, adding up its columns as it goes.

@@ -15,13 +15,15 @@
 
 namespace mha_ext {
 
-constexpr int kPack = 4;  // columns to a pack
+constexpr int kVecColumns = 4;  // of a thread: one pack, or two of fp64
 
-// Columns of a tile of kVecs * kPack * kThreads columns, of which each thread holds kVecs * kPack.
-// In packs a thread holds kPack neighbours; else neighbouring threads hold neighbours, so that single loads coalesce.
-template <int kVecs, int kThreads>
+// Columns of a tile of kVecs * kVecColumns * kThreads columns, of which each thread holds kVecs * kVecColumns.
+// In packs a thread holds kPack neighbours, which it moves in one access; else neighbouring threads hold neighbours, so
+// that single loads coalesce.
+template <typename Acc, int kVecs, int kThreads>
 struct RowColumns {
-  static constexpr int kTile = kVecs * kPack * kThreads;
+  static constexpr int kTile = kVecs * kVecColumns * kThreads;
+  static constexpr int kPack = sizeof(Acc) == 8 ? 2 : kVecColumns;  // at most 16 bytes
   bool packed;
   int tile_begin;
   int first, step;  // of this thread
@@ -33,30 +35,36 @@ struct RowColumns {
         step(packed ? 1 : kThreads) {}
 
   __device__ __forceinline__ int at(int vec, int element) const {
-    return first + vec * kPack * kThreads + element * step;
+    return first + (vec * kVecColumns + element / kPack * kPack) * kThreads + element % kPack * step;
   }
 
   // Whether any, or all, columns that the threads hold of this vec lie in begin <= j < end.
   __device__ __forceinline__ bool overlaps(int vec, int begin, int end) const {
-    const int vec_begin = tile_begin + vec * kPack * kThreads;
-    return vec_begin < end && vec_begin + kPack * kThreads > begin;
+    const int vec_begin = tile_begin + vec * kVecColumns * kThreads;
+    return vec_begin < end && vec_begin + kVecColumns * kThreads > begin;
   }
   __device__ __forceinline__ bool within(int vec, int begin, int end) const {
-    const int vec_begin = tile_begin + vec * kPack * kThreads;
-    return vec_begin >= begin && vec_begin + kPack * kThreads <= end;
+    const int vec_begin = tile_begin + vec * kVecColumns * kThreads;
+    return vec_begin >= begin && vec_begin + kVecColumns * kThreads <= end;
   }
 };
 
 template <typename T, int kVecs>
-using RowTile = T[kVecs][kPack];
+using RowTile = T[kVecs][kVecColumns];
 
-template <int kVecs, typename Visit>
-__device__ __forceinline__ void for_each_element(Visit&& visit) {
+// Calls visit(vec, element) for the first of every kPack elements.
+template <int kVecs, int kPack, typename Visit>
+__device__ __forceinline__ void for_each_access(Visit&& visit) {
 #pragma unroll
   for (int vec = 0; vec < kVecs; ++vec) {
 #pragma unroll
-    for (int element = 0; element < kPack; ++element) visit(vec, element);
+    for (int element = 0; element < kVecColumns; element += kPack) visit(vec, element);
   }
+}
+
+template <int kVecs, typename Visit>
+__device__ __forceinline__ void for_each_element(Visit&& visit) {
+  for_each_access<kVecs, 1>(visit);
 }
 
 // Calls visit(Type<T>{}) for the element type: fp64 goes with fp64 alone, the others are computed in fp32.
@@ -74,23 +82,23 @@ __device__ __forceinline__ void visit_dtype(DType dtype, Visit&& visit) {
 }
 
 // Reads columns begin <= j < end of a row and hands each to put(vec, element, value).
-template <typename T, int kVecs, int kThreads, typename Put>
-__device__ __forceinline__ void read_row(const T* row, const RowColumns<kVecs, kThreads>& columns, int begin, int end,
-                                         Put&& put) {
+template <typename T, typename Acc, int kVecs, int kThreads, typename Put>
+__device__ __forceinline__ void read_row(const T* row, const RowColumns<Acc, kVecs, kThreads>& columns, int begin,
+                                         int end, Put&& put) {
   if (columns.packed) {
-#pragma unroll
-    for (int vec = 0; vec < kVecs; ++vec) {
-      const int column = columns.at(vec, 0);
+    constexpr int kPack = RowColumns<Acc, kVecs, kThreads>::kPack;
+    for_each_access<kVecs, kPack>([&](int vec, int first_element) {
+      const int column = columns.at(vec, first_element);
       if (column + kPack > begin && column < end) {  // may hold a few more, inside the row
         const Pack<T, kPack> pack = load_pack<T, kPack>(row + column);
 #pragma unroll
-        for (int element = 0; element < kPack; ++element) put(vec, element, pack.at[element]);
+        for (int k = 0; k < kPack; ++k) put(vec, first_element + k, pack.at[k]);
       }
-    }
+    });
   } else {
     const int first = columns.first;  // the step is kThreads here: a constant
     for_each_element<kVecs>([&](int vec, int element) {
-      const int column = first + (vec * kPack + element) * kThreads;
+      const int column = first + (vec * kVecColumns + element) * kThreads;
       if (column >= begin && column < end) put(vec, element, row[column]);
     });
   }
@@ -99,7 +107,8 @@ __device__ __forceinline__ void read_row(const T* row, const RowColumns<kVecs, k
 // The same for a row of run-time dtype, handed on as Acc.
 template <typename Acc, int kVecs, int kThreads, typename Put>
 __device__ __forceinline__ void read_tile(const void* base, DType dtype, int64_t row_offset,
-                                          const RowColumns<kVecs, kThreads>& columns, int begin, int end, Put&& put) {
+                                          const RowColumns<Acc, kVecs, kThreads>& columns, int begin, int end,
+                                          Put&& put) {
   visit_dtype<Acc>(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     read_row(static_cast<const T*>(base) + row_offset, columns, begin, end,
@@ -107,10 +116,10 @@ __device__ __forceinline__ void read_tile(const void* base, DType dtype, int64_t
   });
 }
 
-// tile = columns begin <= j < end of a row; elsewhere 0, or what the row holds up to the next multiple of kPack.
+// tile = columns begin <= j < end of a row; elsewhere 0, or what else the pack holds.
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ void load_tile(RowTile<Acc, kVecs>& tile, const void* base, DType dtype, int64_t row_offset,
-                                          const RowColumns<kVecs, kThreads>& columns, int begin, int end) {
+                                          const RowColumns<Acc, kVecs, kThreads>& columns, int begin, int end) {
   for_each_element<kVecs>([&](int vec, int element) { tile[vec][element] = Acc(0); });
   read_tile<Acc>(base, dtype, row_offset, columns, begin, end,
                  [&](int vec, int element, Acc value) { tile[vec][element] = value; });
@@ -118,24 +127,24 @@ __device__ __forceinline__ void load_tile(RowTile<Acc, kVecs>& tile, const void*
 
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ void store_tile(const RowTile<Acc, kVecs>& tile, void* base, DType dtype, int64_t row_offset,
-                                           const RowColumns<kVecs, kThreads>& columns, int end) {
+                                           const RowColumns<Acc, kVecs, kThreads>& columns, int end) {
   visit_dtype<Acc>(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     T* row = static_cast<T*>(base) + row_offset;
     if (columns.packed) {
-#pragma unroll
-      for (int vec = 0; vec < kVecs; ++vec) {
-        const int column = columns.at(vec, 0);
+      constexpr int kPack = RowColumns<Acc, kVecs, kThreads>::kPack;
+      for_each_access<kVecs, kPack>([&](int vec, int first_element) {
+        const int column = columns.at(vec, first_element);
         if (column < end) {
           Pack<T, kPack> pack;
 #pragma unroll
-          for (int element = 0; element < kPack; ++element) pack.at[element] = convert<T>(tile[vec][element]);
+          for (int k = 0; k < kPack; ++k) pack.at[k] = convert<T>(tile[vec][first_element + k]);
           store_pack(row + column, pack);
         }
-      }
+      });
     } else {
       for_each_element<kVecs>([&](int vec, int element) {
-        const int column = columns.first + (vec * kPack + element) * kThreads;
+        const int column = columns.first + (vec * kVecColumns + element) * kThreads;
         if (column < end) row[column] = convert<T>(tile[vec][element]);
       });
     }
@@ -157,19 +166,19 @@ __device__ __forceinline__ auto mask_value(T element) {
   }
 }
 
-// Which columns j < end of a tile dropout keeps: bit vec * kPack + element. A philox number serves columns j and j ^ 8,
-// which two lanes of the warp hold: each of the two draws half of the numbers that they share. All lanes of the warp
-// take part. A rolled loop: 32 numbers in flight would cost more registers than the row itself.
-template <int kVecs, int kThreads>
+// Which columns j < end of a tile dropout keeps: bit vec * kVecColumns + element. A philox number serves columns j and
+// j ^ 8, which two lanes of the warp hold: each of the two draws half of the numbers that they share. All lanes of the
+// warp take part. A rolled loop: 32 numbers in flight would cost more registers than the row itself.
+template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ uint32_t kept_columns(const DropoutParams& params, uint32_t batch_head, int i,
-                                                 const RowColumns<kVecs, kThreads>& columns, int end) {
-  static_assert(kVecs * kPack <= 32, "one bit a column");
-  constexpr int kHalf = kPack / 2;
+                                                 const RowColumns<Acc, kVecs, kThreads>& columns, int end) {
+  static_assert(kVecs * kVecColumns <= 32, "one bit a column");
+  constexpr int kHalf = kVecColumns / 2;
   const DropoutSeed seed = dropout_seed(params.rng_state);
   const bool upper_query = random_word(i, 0) != 0;
   const bool upper_key = (columns.first & 8) != 0;  // true of all columns of this thread, or of none
   const int own_element = upper_key ? kHalf : 0, other_element = upper_key ? 0 : kHalf;
-  const int lane_distance = columns.packed ? 8 / kPack : 8;
+  const int lane_distance = columns.packed ? 8 / columns.kPack : 8;
   uint32_t kept = 0;
 #pragma unroll 1
   for (int vec = 0; vec < kVecs && columns.overlaps(vec, 0, end); ++vec) {
@@ -180,8 +189,8 @@ __device__ __forceinline__ uint32_t kept_columns(const DropoutParams& params, ui
       const uint32_t high = upper_query ? random.word[3] : random.word[1];
       const uint32_t own = upper_key ? high : low;
       const uint32_t received = __shfl_xor_sync(kAllLanes, upper_key ? low : high, lane_distance);
-      kept |= static_cast<uint32_t>(keeps(params, own)) << (vec * kPack + own_element + k);
-      kept |= static_cast<uint32_t>(keeps(params, received)) << (vec * kPack + other_element + k);
+      kept |= static_cast<uint32_t>(keeps(params, own)) << (vec * kVecColumns + own_element + k);
+      kept |= static_cast<uint32_t>(keeps(params, received)) << (vec * kVecColumns + other_element + k);
     }
   }
   return kept;
@@ -190,11 +199,11 @@ __device__ __forceinline__ uint32_t kept_columns(const DropoutParams& params, ui
 // tile = tile * keep / (1 - p)
 template <typename Acc, int kVecs, int kThreads>
 __device__ __forceinline__ void drop_tile(RowTile<Acc, kVecs>& tile, const DropoutParams& params, uint32_t batch_head,
-                                          int i, const RowColumns<kVecs, kThreads>& columns, int end) {
+                                          int i, const RowColumns<Acc, kVecs, kThreads>& columns, int end) {
   const uint32_t kept = kept_columns(params, batch_head, i, columns, end);
   const Acc scale = static_cast<Acc>(params.keep_scale);
   for_each_element<kVecs>([&](int vec, int element) {
-    const bool keep = (kept >> (vec * kPack + element) & 1) != 0;
+    const bool keep = (kept >> (vec * kVecColumns + element) & 1) != 0;
     tile[vec][element] = keep ? tile[vec][element] * scale : Acc(0);
   });
 }
@@ -208,7 +217,7 @@ struct RowBlock {
   static constexpr int kVecs = kVecs_, kWarps = kWarps_, kRows = kRows_;
   static constexpr int kThreads = kWarpSize * kWarps;  // of a row
   static constexpr int kBlock = kThreads * kRows;
-  using Columns = RowColumns<kVecs, kThreads>;
+  using Columns = RowColumns<Acc, kVecs, kThreads>;
 
   // Blocks that shall fit on a multiprocessor, which bounds the registers of a thread: `tiles` of them and what is in
   // flight. Left alone, ptxas keeps the columns of a tile in registers too and hides less latency; with less it spills.
@@ -236,15 +245,12 @@ bool dispatch_row_block(int64_t seqlen_kv, Visit&& visit) {
 template <typename Acc>
 using LongRowBlock = RowBlock<Acc, 2, 16>;
 
-// Launches a kernel that takes its params and `rows`, whose first_row moves on where one grid does not hold all rows.
+// Launches a kernel over all rows.
 template <typename Block, typename Params, typename Rows>
-void launch_rows(const char* name, void (*kernel)(Params, Rows), Block, const Params& params, Rows rows,
+void launch_rows(const char* name, void (*kernel)(Params, Rows), Block, const Params& params, const Rows& rows,
                  cudaStream_t stream) {
   const int64_t num_rows = params.batch * params.heads * params.seqlen_q;
-  for (rows.first_row = 0; rows.first_row < num_rows; rows.first_row += kMaxGrid * Block::kRows) {
-    const int64_t grid = (num_rows - rows.first_row + Block::kRows - 1) / Block::kRows;
-    launch(kernel, {name, grid, Block::kBlock, 0, stream}, params, rows);
-  }
+  launch(kernel, {name, (num_rows + Block::kRows - 1) / Block::kRows, Block::kBlock, 0, stream}, params, rows);
 }
 
 // Which row a group of threads works on.

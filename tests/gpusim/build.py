@@ -48,7 +48,11 @@ SIMULATOR_FLAGS = [
 
 
 class BuildError(RuntimeError):
-    """Something is missing, or a compiler refused."""
+    """A compiler refused."""
+
+
+class MissingError(BuildError):
+    """This machine lacks what the simulator is built with."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def toolkit() -> build_backend.Toolkit:
         found = build_backend.find_toolkit(version, os.environ, build_backend.site_dirs(), refused)
         if found is not None:
             return found
-    raise BuildError(
+    raise MissingError(
         "no CUDA compiler: put nvcc on PATH or `pip install 'cuda-toolkit[nvcc,cudart,cccl]==13.0.*'`"
         + "".join(f"\n  {line}" for line in refused)
     )
@@ -189,7 +193,7 @@ def cxx() -> str:
     """The C++ compiler."""
     found = build_backend.find_compiler(os.environ)
     if found is None:
-        raise BuildError("no C++ compiler: install g++ 11 or later, or name one in CXX")
+        raise MissingError("no C++ compiler: install g++ 11 or later, or name one in CXX")
     return found
 
 
@@ -257,7 +261,7 @@ def load_package() -> Simulator:
 
     path = build_package()
     if not hasattr(torch.ops.mha_ext, "qkv_split"):
-        raise BuildError("mha_ext._C, which defines the operators, is not built: `pip install -e .` first")
+        raise MissingError("mha_ext._C, which defines the operators, is not built: `pip install -e .` first")
     torch.ops.load_library(str(path))
     return Simulator(path)
 
