@@ -43,10 +43,9 @@ def allow_tf32(x: Tensor) -> bool:
 
 def _empty_aligned_rows(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows are padded to 8 elements in memory, as in csrc/api/parts.cpp."""
-    length = like.shape[-1]
-    if length % 8 == 0:
-        return like.new_empty(like.shape, dtype=dtype)
-    return like.new_empty((*like.shape[:-1], (length + 7) // 8 * 8), dtype=dtype)[..., :length]
+    _, heads, rows, length = like.shape
+    pitch = (length + 7) // 8 * 8
+    return like.new_empty_strided(like.shape, (heads * rows * pitch, rows * pitch, pitch, 1), dtype=dtype)
 
 
 # --- fakes ----------------------------------------------------------------------------------------

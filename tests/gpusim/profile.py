@@ -28,12 +28,14 @@ def cases() -> dict[str, Callable[[], object]]:
         a, p = torch.randn(1, 2, 256, 64, dtype=dtype), torch.rand(1, 2, 256, 256).to(dtype)
         for tf32 in (False, True) if dtype == torch.float32 else (False,):
             kind = "tf32" if tf32 else name
-            found[f"scores {kind} 256x256x64"] = lambda a=a, t=tf32: ops.matmul(a, a, False, True, 0.125, 2, a.dtype, t)
+            found[f"scores {kind} 256x256x64"] = lambda a=a, t=tf32: ops.matmul(
+                a, a, False, True, 0.125, 2, a.dtype, t, None
+            )
             found[f"output {kind} 256x64x256"] = lambda p=p, a=a, t=tf32: ops.matmul(
-                p, a, False, False, 1.0, 2, a.dtype, t
+                p, a, False, False, 1.0, 2, a.dtype, t, None
             )
             found[f"transposed {kind} 256x64x256"] = lambda p=p, a=a, t=tf32: ops.matmul(
-                p, a, True, False, 1.0, 2, a.dtype, t
+                p, a, True, False, 1.0, 2, a.dtype, t, None
             )
         found[f"softmax {name} 256x256"] = lambda p=p: ops.masked_softmax(
             p, None, None, None, None, None, None, 0, -1, -1, 0.0, 0.0, p.dtype, False
