@@ -1,5 +1,6 @@
 """The plot of a run: the rate of every contender as bars, a panel per preset, a row per dtype and pass."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -52,9 +53,10 @@ def write_plot(
         axis.set_title(f"{preset.name}\n{heads_of(preset)}, {' and '.join(masks)}", fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length", fontsize=8)
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    labels = {name: f"mha_ext {name}" if name in ours else name for name in colors}
+    handles = [Patch(color=color, label=labels[name]) for name, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
     figure.savefig(file)
     return None
 
