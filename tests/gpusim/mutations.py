@@ -1,0 +1,555 @@
+"""Faults put into copies of the package's kernels on purpose: its tests, run on the simulator, must notice each.
+
+python -m tests.gpusim.mutations              every fault of the table: who noticed it, and caught / all
+python -m tests.gpusim.mutations swizzle      those whose name contains a word
+python -m tests.gpusim.mutations --deletions  every synchronising instruction deleted from the PTX in turn
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.gpusim.build import ROOT, build_package
+from tests.gpusim.profile import readable
+
+# ---- the table ----
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` becomes `new` in one file of csrc, for some of the .cu files in kernels/instances."""
+
+    file: str
+    old: str
+    new: str
+    instances: tuple[str, ...]
+    tests: tuple[str, ...]  # arguments of pytest
+    times: int = 1  # how often `old` occurs
+
+
+MMA = (("matmul_fp16",), ("tests/test_matmul.py", "-k", "fp16"))
+TF32 = (("matmul_tf32",), ("tests/test_matmul.py", "-k", "tf32"))
+FP32 = (("matmul_fp32",), ("tests/test_matmul.py", "-k", "fp32"))
+QKV = (("qkv_split",), ("tests/test_qkv_split.py",))
+_SOFTMAX_TESTS = (
+    "tests/test_masked_softmax.py",
+    "-m",
+    "not slow",
+    "-k",
+    "not more_rows_than_a_grid_axis and not float64",
+)
+SOFTMAX = (("masked_softmax_float",), _SOFTMAX_TESTS)
+BACKWARD = (("masked_softmax_backward_float",), _SOFTMAX_TESTS)
+
+MUTATIONS = {
+    # synchronisation
+    "matmul_mma: barrier before the free stage is refilled": Mutation(
+        "kernels/matmul_mma.cuh", "__syncthreads();                    // ... all of them", "// ... all of them", *MMA
+    ),
+    "matmul_mma: wait for one group too few": Mutation(
+        "kernels/matmul_mma.cuh", "cp_async_wait<kStages - 2>()", "cp_async_wait<kStages - 1>()", *MMA
+    ),
+    "matmul_mma: commit only where there was a load": Mutation(
+        "kernels/matmul_mma.cuh",
+        "      --loads_left;\n    }\n    ptx::cp_async_commit();",
+        "      --loads_left;\n      ptx::cp_async_commit();\n    }",
+        *MMA,
+    ),
+    "matmul_mma: refills the stage being read": Mutation(
+        "kernels/matmul_mma.cuh", "load_next(shared.stage[free_stage])", "load_next(shared.stage[stage])", *MMA
+    ),
+    "matmul_simt: barrier before the free stage is refilled": Mutation(
+        "kernels/matmul_simt.cuh", "__syncthreads();                    // ... all of them", "// ... all of them", *FP32
+    ),
+    "reduction: barrier before the partial results are read": Mutation(
+        "device/warp.h", "    __syncthreads();\n    value = scratch[0];", "    value = scratch[0];", *SOFTMAX
+    ),
+    "reduction: barrier before the partial results are overwritten": Mutation(
+        "device/warp.h", "__syncthreads();  // scratch may be written again", "", *SOFTMAX
+    ),
+    # bounds and fills
+    "matmul_mma: one line too many": Mutation(
+        "kernels/matmul_mma.cuh", "pass_line < lines_left ? bytes : 0", "pass_line <= lines_left ? bytes : 0", *MMA
+    ),
+    "matmul_mma: no zeros behind the last column": Mutation(
+        "kernels/matmul_mma.cuh", "max(0, min(cols_left, Tile::kChunkElements))", "Tile::kChunkElements", *MMA
+    ),
+    "matmul_mma: unaligned rows without zeros": Mutation(
+        "kernels/matmul_mma.cuh", "pass_line < lines_left && i < cols_left ?", "pass_line < lines_left ?", *MMA
+    ),
+    "matmul_mma: stores one row too many": Mutation(
+        "kernels/matmul_mma.cuh", "if (row < rows_left)", "if (row <= rows_left)", *MMA
+    ),
+    "matmul: vectors stored whatever their alignment": Mutation(
+        "kernels/matmul_tiles.cuh", "if (aligned && inside >= kCount)", "if (inside >= kCount)", *MMA
+    ),
+    "matmul_simt: one line too many": Mutation(
+        "kernels/matmul_simt.cuh",
+        "col_inside && pass_line < lines_left",
+        "col_inside && pass_line <= lines_left",
+        *FP32,
+    ),
+    "masked_softmax: one column too many": Mutation(
+        "kernels/row_tile.cuh",
+        "if (column < end) row[column] = convert<T>",
+        "if (column <= end) row[column] = convert<T>",
+        *SOFTMAX,
+    ),
+    "qkv_merge: the last chunk is a whole one": Mutation(
+        "kernels/qkv_split.cuh",
+        "first_row + rows_per_chunk < rows ? first_row + rows_per_chunk : rows",
+        "first_row + rows_per_chunk",
+        *QKV,
+    ),
+    # layouts
+    "matmul_mma: swizzle dropped where tiles are written": Mutation(
+        "kernels/matmul_mma.cuh",
+        "offset(Tile::offset(line, threadIdx.x % Tile::kChunks))",
+        "offset(line * Tile::kLineBytes + threadIdx.x % Tile::kChunks * kChunkBytes)",
+        *MMA,
+    ),
+    "matmul_mma: no swizzle at all": Mutation(
+        "device/swizzle.h",
+        "return chunk ^ ((row >> 1) & 3);",
+        "return chunk;",
+        MMA[0],
+        ("tests/test_counters.py", "-k", "fp16"),
+    ),
+    "qkv_split: element by element": Mutation(
+        "kernels/qkv_split.cuh",
+        "if (aligned(kPack)) {",
+        "if (false) {",
+        QKV[0],
+        ("tests/test_counters.py", "-k", "qkv"),
+    ),
+    "matmul_simt: swizzle dropped where tiles are read": Mutation(
+        "kernels/matmul_simt.cuh", "Tile::column(k, mn) + v /", "mn + v /", *FP32
+    ),
+    "fragments: quarters of A numbered along k": Mutation(
+        "device/fragment.h",
+        "return kOperand == Operand::kA ? reg & 1 : reg >> 1;",
+        "return reg >> 1;",
+        *MMA,
+    ),
+    "matmul_mma: outputs exchanged with the wrong lane": Mutation(
+        "kernels/matmul_mma.cuh", "odd ? left : right, 1)", "odd ? left : right, 2)", *MMA
+    ),
+    "qkv_split: the last query head counts as key": Mutation(
+        "kernels/qkv_split.cuh", "part = packed_head < num_heads_q ?", "part = packed_head < num_heads_q - 1 ?", *QKV
+    ),
+    # heads and batches
+    "matmul: divisor of the other operand's heads": Mutation(
+        "kernels/matmul_mma.cuh",
+        "b_head = tile.head * p.group_sum / p.b_divisor",
+        "b_head = tile.head * p.group_sum / p.a_divisor",
+        *MMA,
+    ),
+    "matmul: sum over the group misses one head": Mutation(
+        "kernels/matmul_mma.cuh",
+        "steps = int64_t{p.group_sum} * tiles_k",
+        "steps = int64_t{p.group_sum - (p.group_sum > 1)} * tiles_k",
+        *MMA,
+    ),
+    "matmul: the next head of the group begins one tile late": Mutation(
+        "kernels/matmul_tiles.cuh",
+        "kBytes - tiles_k * walk.tile_bytes",
+        "kBytes - (tiles_k - 1) * walk.tile_bytes",
+        *MMA,
+    ),
+    "mask: key length of the first batch": Mutation(
+        "attention/mask.h", "params.key_lengths[b]", "params.key_lengths[0]", *SOFTMAX
+    ),
+    "qkv_merge: no step to the next batch": Mutation(
+        "kernels/qkv_split.cuh", "        source += batch_step;\n", "", *QKV
+    ),
+    "qkv_split: bias of the first columns": Mutation(
+        "kernels/qkv_split.cuh",
+        "static_cast<const T*>(params.bias) + column",
+        "static_cast<const T*>(params.bias)",
+        *QKV,
+    ),
+    # arithmetic
+    "matmul: scale applied twice": Mutation(
+        "kernels/matmul_mma.cuh", "static_cast<float>(p.alpha)", "static_cast<float>(p.alpha * p.alpha)", *MMA
+    ),
+    "matmul: TF32 cut off, not rounded": Mutation(
+        "kernels/matmul_mma.cuh", "word = ptx::cvt_rna_tf32(word)", "word = word & 0xffffe000u", *TF32
+    ),
+    "mask: comparison flipped": Mutation(
+        "attention/mask.h",
+        "return visible ? score : -kInfinity<T>;",
+        "return visible ? -kInfinity<T> : score;",
+        *SOFTMAX,
+    ),
+    "mask: window ends one key early": Mutation(
+        "attention/mask.h", "clamp(params.window_right, 0, kFar) + 1", "clamp(params.window_right, 0, kFar)", *SOFTMAX
+    ),
+    "mask: window begins one key late": Mutation(
+        "attention/mask.h", "begin = clamp(rule.position -", "begin = clamp(rule.position + 1 -", *SOFTMAX
+    ),
+    "masked_softmax: sum and lse without the sink": Mutation(
+        "kernels/masked_softmax.cuh", "result(shift, sum + exp(sink - shift))", "result(shift, sum)", *SOFTMAX, times=2
+    ),
+    "masked_softmax: ALiBi pulls towards the distant": Mutation(
+        "kernels/masked_softmax.cuh", "-= rule.slope * rule.distance", "+= rule.slope * rule.distance", *SOFTMAX
+    ),
+    "masked_softmax: sum not rescaled to the new maximum": Mutation(
+        "attention/online_softmax.h", "sum *= std::exp(max - softmax_shift(new_max));", "", *SOFTMAX
+    ),
+    "dropout: the word of the other query": Mutation(
+        "kernels/row_tile.cuh", "upper_query ? random.word[2]", "!upper_query ? random.word[2]", *SOFTMAX
+    ),
+    "dropout: what is kept is not scaled": Mutation(
+        "kernels/row_tile.cuh",
+        "keep ? tile[vec][element] * scale : Acc(0)",
+        "keep ? tile[vec][element] : Acc(0)",
+        *SOFTMAX,
+    ),
+    "dropout: six rounds": Mutation("attention/dropout.h", "kRounds = 7", "kRounds = 6", *SOFTMAX),
+    "masked_softmax_backward: no gradient of lse": Mutation(
+        "kernels/masked_softmax_backward.cuh", "delta - grad_lse, params", "delta, params", *BACKWARD, times=2
+    ),
+    "masked_softmax_backward: no derivative of softcap": Mutation(
+        "kernels/masked_softmax_backward.cuh", "grad * rule.capped_slope(scores[vec][element])", "grad", *BACKWARD
+    ),
+    "masked_softmax_backward: NaN under weights of 0": Mutation(
+        "kernels/masked_softmax_backward.cuh", "if (weight != Acc(0)) sum +=", "sum +=", *BACKWARD
+    ),
+    "qkv_merge: bias gradient misses rows": Mutation(
+        "kernels/qkv_split.cuh", "chunk * columns + column;", "column;", *QKV
+    ),
+}
+
+# ---- building a copy and running the tests on it ----
+
+
+class MutationError(RuntimeError):
+    """The table does not fit the sources, or something else than the tests failed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a fault: "reported" by a check, "wrong" by a test, "hangs", "survived"; "error" of the attempt."""
+
+    kind: str
+    story: str = ""
+
+    @property
+    def caught(self) -> bool:
+        return self.kind in ("reported", "wrong", "hangs")
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of all that a build and a test need, from which both run by themselves."""
+    with tempfile.TemporaryDirectory(prefix="mha_ext-mutant-") as folder:
+        root = Path(folder)
+        for name in ("csrc", "tests"):
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        for name in ("build_backend.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, root / name)
+        yield root
+
+
+def apply(root: Path, mutation: Mutation) -> None:
+    """Put the fault into the copy. Only the named instances see it, so that nothing else has to be compiled."""
+    csrc, mutant = root / "csrc", root / "csrc" / "mutant"
+
+    def redirected(text: str) -> str:
+        return re.sub(r'#include "([^"]+)"', r'#include "mutant/\1"', text)
+
+    for path in [*csrc.rglob("*.h"), *csrc.rglob("*.cuh")]:
+        text = path.read_text()
+        if path == csrc / mutation.file:
+            if text.count(mutation.old) != mutation.times:
+                raise MutationError(f"{mutation.file} has {text.count(mutation.old)} times {mutation.old!r}")
+            text = text.replace(mutation.old, mutation.new)
+        target = mutant / path.relative_to(csrc)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(redirected(text))
+    for name in mutation.instances:
+        path = csrc / "kernels" / "instances" / f"{name}.cu"
+        path.write_text(redirected(path.read_text()))
+
+
+def environment() -> dict[str, str]:
+    """Without a GPU."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def build(root: Path) -> Path:
+    """The library of a copy."""
+    code = "from tests.gpusim.build import build_package; print(build_package())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MutationError(f"the copy does not compile\n{done.stdout}{done.stderr}")
+    return Path(done.stdout.split()[-1])
+
+
+def run_tests(root: Path, tests: tuple[str, ...], timeout: float = 300) -> Outcome:
+    """Run tests of a copy until the first fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=root, env=environment(), capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Outcome("hangs", f"more than {timeout:.0f} s")
+    if done.returncode == 0 and " skipped" not in done.stdout:
+        return Outcome("survived", done.stdout.strip().splitlines()[-1])
+    story = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E  ")]
+    if done.returncode != 1 or not story:
+        raise MutationError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    return Outcome("reported" if "at PTX line" in done.stdout else "wrong", story[0].removeprefix("RuntimeError: "))
+
+
+def try_mutation(mutation: Mutation) -> Outcome:
+    """Build a copy with the fault, and see whether a test fails."""
+    with copied() as root:
+        apply(root, mutation)
+        library = build(root)
+        try:
+            return run_tests(root, mutation.tests)
+        finally:
+            library.unlink(missing_ok=True)  # the objects stay in the cache, the linked library is large
+
+
+def try_or_tell(mutation: Mutation) -> Outcome:
+    """`try_mutation`, in a run that shall go on."""
+    try:
+        return try_mutation(mutation)
+    except MutationError as error:
+        return Outcome("error", str(error))
+
+
+def try_nothing() -> Outcome:
+    """All tests of the table on an unchanged copy: what they notice is noticed because of a fault."""
+    with copied() as root:
+        tests = sorted({mutation.tests for mutation in MUTATIONS.values()})
+        outcomes = [run_tests(root, arguments) for arguments in tests]
+    return next((outcome for outcome in outcomes if outcome.caught), outcomes[0])
+
+
+# ---- deleting instructions of the PTX ----
+
+SYNCHRONIZING = re.compile(
+    rb"^[ \t]*((?:@!?%\w+[ \t]+)?"
+    rb"(?:bar\.|barrier\.|cp\.async\.(?:bulk\.)?(?:commit|wait|mbarrier)|mbarrier\.|wgmma\.(?:fence|commit|wait)|fence\."
+    rb"|membar\.|griddepcontrol\.)[^;{}\n]*;)",
+    re.MULTILINE,
+)
+ENTRY = re.compile(rb"\.entry[ \t]+(\w+)\(")
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """An instruction of a kernel: its place in the library, which holds the PTX as text."""
+
+    kernel: str
+    text: str
+    number: int  # among the same instructions of the kernel, from 0
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return f"{readable([self.kernel])[0]}: {self.text} #{self.number}"
+
+
+def deletions(library: Path) -> list[Deletion]:
+    """Every synchronising instruction of every kernel."""
+    data = library.read_bytes()
+    entries = [(match.start(), match[1].decode()) for match in ENTRY.finditer(data)]
+    found: list[Deletion] = []
+    for (begin, kernel), (end, _) in itertools.pairwise([*entries, (len(data), "")]):
+        seen: dict[str, int] = {}
+        body_end = data.find(b"\0", begin, end)
+        for match in SYNCHRONIZING.finditer(data, begin, end if body_end < 0 else body_end):
+            text = " ".join(match[1].decode().split())
+            seen[text] = seen.get(text, -1) + 1
+            found.append(Deletion(kernel, text, seen[text], match.start(1), match.end(1)))
+    return found
+
+
+# Why a kernel does without an instruction: (part of the kernel's name, instruction, number) -> the reason.
+_LAST = "the barrier behind the last reduction protects the next one, and there is none"
+SURVIVORS = {
+    ("masked_softmax_kernel", "bar.sync 0;", 5): _LAST,
+    ("masked_softmax_long_kernel", "bar.sync 0;", 5): _LAST,
+    ("masked_softmax_backward_kernel", "bar.sync 0;", 3): _LAST,
+    ("masked_softmax_backward_long_kernel", "bar.sync 0;", 3): _LAST,
+}
+
+ORDERS = ((0, "late"), (0, "at_once"), (1, "late"), (2, "random"), (3, "late"), (4, "at_once"))
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """Calls that together reach every kernel that synchronises, by name."""
+    import torch
+
+    ops = torch.ops.mha_ext
+    found: dict[str, Callable[[], Any]] = {}
+
+    def normal(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def multiply(dtype: torch.dtype, tf32: bool, layout: str, m: int, n: int, heads: tuple[int, int]) -> torch.Tensor:
+        k, transpose_a, transpose_b = 200, layout == "tn", layout == "nt"
+        a = normal((1, heads[0], *((k, m) if transpose_a else (m, k))), dtype)
+        b = normal((1, heads[0], *((n, k) if transpose_b else (k, n))), dtype)
+        return ops.matmul(a, b, transpose_a, transpose_b, 0.5, heads[1], dtype, tf32, None)
+
+    def softmax(dtype: torch.dtype, length: int, rows: int, dropout_p: float) -> list[torch.Tensor]:
+        scores, rng_state = normal((1, 1, rows, length), dtype), torch.tensor([1, 2])
+        sinks = torch.ones(1, dtype=dtype)
+        rule = (None, None, None, None, sinks, rng_state, 0, -1, -1, 0.0, dropout_p)
+        forward = ops.masked_softmax(scores, *rule, dtype, True)
+        weights, lse = forward[0], forward[2]
+        grad_dropped = normal(scores.shape, dtype) if dropout_p else None
+        grads = (normal(scores.shape, dtype), grad_dropped, normal(lse.shape, dtype))
+        rule = (None, sinks, rng_state, 0, 0.0, dropout_p)
+        backward = ops.masked_softmax_backward(*grads, weights, None, lse, *rule, dtype, True, True, True)
+        return [*forward, *backward]
+
+    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
+    kinds |= {"fp32": torch.float32, "fp64": torch.float64}
+    for (kind, dtype), layout in itertools.product(kinds.items(), ("nn", "nt", "tn")):
+        arguments = dtype, kind == "tf32", layout
+        found[f"matmul {kind} {layout}"] = functools.partial(multiply, *arguments, 136, 72, (4, 2))
+        if dtype.itemsize == 2:  # enough heads for the wider tile
+            found[f"matmul {kind} {layout} wide"] = functools.partial(multiply, *arguments, 136, 72, (64, 64))
+    for dtype, length, dropout_p in itertools.product((torch.float32, torch.float64), (1500, 4800, 9000), (0.0, 0.5)):
+        found[f"softmax {dtype} {length} {dropout_p}"] = functools.partial(softmax, dtype, length, 2, dropout_p)
+    return found
+
+
+def _exercise(pipe: Connection, library: str, names: list[str] | None, expected: dict[str, list[bytes]]) -> None:
+    """In a process of its own: run the calls and send (results, kernels launched), or what went wrong."""
+    import torch
+
+    from tests.gpusim.simulator import Simulator
+
+    torch.set_num_threads(1)
+    import mha_ext  # noqa: F401  defines the operators
+
+    torch.ops.load_library(library)
+    simulator = Simulator(Path(library))
+    results: dict[str, list[bytes]] = {}
+    launched: dict[str, set[str]] = {}
+    try:
+        for name, call in calls().items():
+            if names is not None and name not in names:
+                continue
+            for seed, arrival in ORDERS:
+                with simulator.using(seed=seed, arrival=arrival):
+                    result = call()
+                tensors = [result] if isinstance(result, torch.Tensor) else result
+                bits = [x.flatten().view(torch.uint8).numpy().tobytes() for x in tensors]
+                if name in expected and bits != expected[name]:
+                    pipe.send(Outcome("wrong", f"{name}, seed {seed}, copies arrive {arrival}"))
+                    return
+                results[name] = bits
+                launched[name] = {record.kernel for record in simulator.take_records()}
+    except RuntimeError as error:
+        pipe.send(Outcome("reported", str(error).splitlines()[0]))
+        return
+    pipe.send((results, launched) if not expected else Outcome("survived"))
+
+
+def _in_process(library: Path, names: list[str] | None, expected: dict[str, list[bytes]], timeout: float = 300) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "mha_ext", "tests.gpusim.simulator"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_exercise, args=(sender, str(library), names, expected))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return Outcome("hangs", f"more than {timeout:.0f} s")
+        return receiver.recv()
+    except EOFError:
+        return Outcome("reported", "the process died")
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def try_deletions(part: str = "", workers: int = 2) -> Iterator[tuple[Deletion, Outcome]]:
+    """Delete each synchronising instruction in turn."""
+    library = build_package()
+    with tempfile.TemporaryDirectory(prefix="mha_ext-deletions-") as folder:
+        answer = _in_process(library, None, {})
+        if isinstance(answer, Outcome):
+            raise MutationError(f"the kernels as they are: {answer}")
+        expected, launched = answer
+        data = library.read_bytes()
+        chosen = [deletion for deletion in deletions(library) if part in deletion.name]
+
+        def attempt(number_and_deletion: tuple[int, Deletion]) -> Outcome:
+            number, deletion = number_and_deletion
+            names = [name for name, kernels in launched.items() if deletion.kernel in kernels]
+            if not names:
+                raise MutationError(f"no call reaches {deletion.name}")
+            changed = bytearray(data)
+            changed[deletion.begin : deletion.end] = b" " * (deletion.end - deletion.begin)
+            path = Path(folder) / f"{number}.so"
+            path.write_bytes(changed)
+            try:
+                return _in_process(path, names, {name: expected[name] for name in names})
+            finally:
+                path.unlink()
+
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for deletion, outcome in zip(chosen, pool.map(attempt, enumerate(chosen)), strict=True):
+                yield deletion, outcome if outcome.caught else Outcome("survived", reason(deletion) or "unexplained")
+
+
+def reason(deletion: Deletion) -> str | None:
+    """Why the kernel does without this instruction, where that is known."""
+    for (kernel, text, number), why in SURVIVORS.items():
+        if kernel in deletion.name and text == deletion.text and number == deletion.number:
+            return why
+    return None
+
+
+# ---- the command ----
+
+
+def main() -> None:
+    """Try what was asked for, a line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", default="", help="only those whose name contains this")
+    parser.add_argument("--deletions", action="store_true", help="of instructions, instead of the table")
+    arguments = parser.parse_args()
+    if arguments.deletions:
+        tried: Iterator[tuple[str, Outcome]] = (
+            (deletion.name, outcome) for deletion, outcome in try_deletions(arguments.part)
+        )
+    else:
+        names = [name for name in MUTATIONS if arguments.part in name]
+        pool = concurrent.futures.ThreadPoolExecutor(2)
+        tried = zip(names, pool.map(lambda name: try_or_tell(MUTATIONS[name]), names), strict=True)
+    outcomes = []
+    for name, outcome in tried:
+        outcomes.append(outcome)
+        print(f"{outcome.kind:9s} {name}\n          {outcome.story[:160]}", flush=True)
+    print(f"{sum(outcome.caught for outcome in outcomes)} caught of {len(outcomes)}")
+
+
+if __name__ == "__main__":
+    main()
