@@ -109,6 +109,11 @@ if ((can_test)); then
   verdict
 fi
 
+if ((can_test)); then # one micro-kernel for each instruction form, compared with a description of the ISA
+  MHA_EXT_TEST_GPU=1 part "instruction forms" "$(at_most 90 $(($(left) - BENCHMARK_SECONDS)))" conformance.log \
+    "$PYTHON" -m pytest tests/gpusim/conformance -q --tb=short -m sim -W default -p no:cacheprovider
+fi
+
 # 3. The benchmark. It stops by itself in time to write its report.
 limit=$(at_most 240 $(($(left) - 10)))
 part benchmark "$limit" benchmark.log \

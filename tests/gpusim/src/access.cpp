@@ -1,6 +1,7 @@
 #include "access.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "block.h"
 #include "lanes.h"
@@ -15,7 +16,8 @@ const char* verb(AccessKind kind) {
     case AccessKind::read: return "read";
     case AccessKind::write: return "write";
     case AccessKind::atomic: return "atomic access";
-    case AccessKind::async_write: return "asynchronous write";
+    case AccessKind::async_write:
+    case AccessKind::bulk_write: return "asynchronous write";
     case AccessKind::async_read: return "asynchronous read";
     case AccessKind::matrix_read: return "matrix read";
     case AccessKind::matrix_write: return "matrix write";
@@ -106,7 +108,7 @@ void global_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned by
 // at a time; of 16 bytes (and ldmatrix), a quarter. A phase takes as many wavefronts as the fullest bank has different
 // words.
 void count_shared(Block& block, Mask m, const std::uint32_t* offsets, unsigned bytes, AccessKind kind) {
-  if (kind == AccessKind::atomic || kind == AccessKind::async_write || kind == AccessKind::async_read) return;
+  if (kind == AccessKind::atomic || kind == AccessKind::bulk_write || kind == AccessKind::async_read) return;
   const int lanes = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
   std::uint64_t wavefronts = 0, ideal = 0;
   for (int first = 0; first < kLanes; first += lanes) {
@@ -187,11 +189,11 @@ void shared_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned by
       }
       return;
     case AccessKind::atomic: return block.shadow->atomic(warp, m, offsets.data(), bytes);
-    case AccessKind::async_write: return block.shadow->write_async(warp, m, offsets.data(), bytes);
-    case AccessKind::write: warp.contested = block.shadow->write(warp, m, offsets.data(), bytes, false); return;
+    case AccessKind::async_write:
+    case AccessKind::bulk_write: return block.shadow->write_async(warp, m, offsets.data(), bytes);
+    case AccessKind::write:
     case AccessKind::matrix_write:
-      if (const Mask contested = block.shadow->write(warp, m, offsets.data(), bytes, true))
-        block.shadow->refuse_write(warp, __builtin_ctz(contested), offsets[__builtin_ctz(contested)]);
+      warp.contested = block.shadow->write(warp, m, offsets.data(), bytes, kind == AccessKind::matrix_write);
   }
 }
 
@@ -252,6 +254,23 @@ void resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsign
       for (int l = 0; l < kLanes; ++l) out[l] = reinterpret_cast<std::byte*>(addresses[l]);
       return;
   }
+}
+
+void count_partial_read(Block& block, Mask m, const Addresses& addresses, const std::uint8_t* bytes, Mask counted) {
+  std::vector<std::uint64_t> sectors;
+  const auto distinct = [&](Mask lanes) {
+    for_each_lane(lanes, [&](int l) {
+      for (std::uint64_t s = addresses[l] / 32; s * 32 < addresses[l] + bytes[l]; ++s) sectors.push_back(s);
+    });
+    std::sort(sectors.begin(), sectors.end());
+    sectors.erase(std::unique(sectors.begin(), sectors.end()), sectors.end());
+    return sectors.size();
+  };
+  const std::size_t before = distinct(counted);
+  Counters& c = block.counters;
+  c.global_load_sectors += distinct(m) - before;
+  for_each_lane(m & ~counted, [&](int l) { c.global_load_bytes += bytes[l]; });
+  if (!counted) ++c.global_load_requests;
 }
 
 std::byte* resolve_one(Warp& warp, int lane, Space space, std::uint64_t address, unsigned bytes, AccessKind kind) {

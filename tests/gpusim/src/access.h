@@ -8,7 +8,18 @@
 
 namespace gpusim {
 
-enum class AccessKind : std::uint8_t { read, write, atomic, async_write, async_read, matrix_read, matrix_write };
+struct Block;
+
+enum class AccessKind : std::uint8_t {
+  read,
+  write,
+  atomic,
+  async_write,
+  bulk_write,
+  async_read,
+  matrix_read,
+  matrix_write
+};
 
 using Addresses = std::array<std::uint64_t, kLanes>;
 using Pointers = std::array<std::byte*, kLanes>;
@@ -19,6 +30,9 @@ void compute_addresses(Warp& warp, Slot slot, bool wide, std::int64_t offset, Ad
 // Checks `bytes` at every lane's address in this space and gives the host pointers of the lanes in m.
 void resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind,
              Pointers& out);
+
+// Counts a request whose lanes read different numbers of bytes; the lanes in `counted` have been through resolve().
+void count_partial_read(Block& block, Mask m, const Addresses& addresses, const std::uint8_t* bytes, Mask counted);
 
 // Both, for an operation with its address in slot a and offset in imm.
 inline void operand_pointers(Warp& warp, const Op& op, Mask m, unsigned bytes, AccessKind kind, Pointers& out) {

@@ -143,6 +143,7 @@ bool Block::run(std::uint64_t budget) {
       for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
     }
     bool progress = false, alive = false;
+    const std::uint64_t before = used;
     for (const int w : order) {
       Warp& warp = warps[w];
       if (warp.state == Warp::State::done) continue;
@@ -160,7 +161,7 @@ bool Block::run(std::uint64_t budget) {
     }
     if (!alive) return true;
     if (!progress && !land()) deadlock();
-    steps += used;
+    steps += used - before;
     if (launch.config.step_limit && steps > launch.config.step_limit) {
       throw Error(text("kernel ", launch.program->name, ", block ", index, ": more than ", launch.config.step_limit,
                        " warp instructions (the limit that was set)"));

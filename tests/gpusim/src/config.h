@@ -11,10 +11,10 @@ enum class Arrival : std::uint8_t { late, at_once, random };
 struct Checks {
   bool global_bounds = true;
   bool alignment = true;
-  bool uninitialized = true;        // shared memory read before it was written
-  bool races = true;                // shared memory, by vector clocks
-  bool barriers = true;             // barriers that do not match, exited warps
-  bool async_wait = true;           // results used before their wait
+  bool uninitialized = true;  // shared memory read before it was written
+  bool races = true;          // shared memory, by vector clocks
+  bool barriers = true;       // barriers that do not match, exited warps
+  bool async_wait = true;     // results used before their wait
 };
 
 struct Config {

@@ -65,19 +65,20 @@ inline float round_float(double x, Rounding mode) {
   if (mode == Rounding::up || mode == Rounding::zero) return too_low ? step(nearest, true) : nearest;
   return nearest;
 }
-inline float add_directed(float a, float b, Rounding mode) {
+inline float sum_directed(double a, double b, Rounding mode) {
   const double sum = add_to_odd(a, b);
-  if (sum == 0 && !(std::signbit(a) && std::signbit(b)) && (a != 0 || std::signbit(a) != std::signbit(b)))
-    return mode == Rounding::down ? -0.0f : 0.0f;
+  if (sum == 0 && std::signbit(a) != std::signbit(b)) return mode == Rounding::down ? -0.0f : 0.0f;
   return round_float(sum, mode);
 }
+inline float add_directed(float a, float b, Rounding mode) { return sum_directed(a, b, mode); }
 inline float mul_directed(float a, float b, Rounding mode) { return round_float(static_cast<double>(a) * b, mode); }
 inline float fma_directed(float a, float b, float c, Rounding mode) {
-  return round_float(add_to_odd(static_cast<double>(a) * b, c), mode);
+  return sum_directed(static_cast<double>(a) * b, c, mode);
 }
 inline double to_odd(double nearest, double residual) {  // residual: exact value minus nearest, any scale
   auto bits = std::bit_cast<std::int64_t>(nearest);
-  if (residual == 0 || (bits & 1) || !std::isfinite(nearest)) return nearest;
+  const bool exact = !(residual < 0 || residual > 0);  // NaN: something was divided by infinity
+  if (exact || (bits & 1) || !std::isfinite(nearest)) return nearest;
   bits += ((residual > 0) == (nearest > 0)) ? 1 : -1;
   return std::bit_cast<double>(bits);
 }

@@ -3,15 +3,13 @@
 
 #include "access.h"
 #include "async.h"
+#include "atomic.h"
 #include "float_math.h"
 #include "handlers.h"
 
 namespace gpusim {
 
 namespace {
-
-// New value from the old one and the operands, all as bits.
-using Modify = std::uint64_t (*)(std::uint64_t old, std::uint64_t b, std::uint64_t c);
 
 template <class T>
 T from_bits(std::uint64_t bits) {
@@ -74,6 +72,8 @@ Modify number_modify(std::string_view name) {
   return name == "add" ? modify<T, plus<T>> : name == "min" ? modify<T, lower<T>> : modify<T, higher<T>>;
 }
 
+}  // namespace
+
 Modify find_modify(std::string_view name, Type type) {
   if (name == "exch") return [](std::uint64_t, std::uint64_t b, std::uint64_t) { return b; };
   if (name == "cas") return [](std::uint64_t old, std::uint64_t b, std::uint64_t c) { return old == b ? c : old; };
@@ -99,6 +99,8 @@ Modify find_modify(std::string_view name, Type type) {
   }
 }
 
+namespace {
+
 // op.list: destinations (none for red), then values; op.data: the function; op.flags bit 0: returns the old value
 template <class T>
 void atomic(Warp& w, const Op& op, Mask m) {
@@ -113,9 +115,7 @@ void atomic(Warp& w, const Op& op, Mask m) {
     const T* values = w.reg<T>(b[e]);
     for_each_lane(m, [&](int l) {
       T* at = reinterpret_cast<T*>(p[l]) + e;
-      T old = __atomic_load_n(at, __ATOMIC_RELAXED), wanted;
-      do wanted = static_cast<T>(f(old, values[l], c[l]));
-      while (!__atomic_compare_exchange_n(at, &old, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+      const T old = modify_atomically(at, f, values[l], c[l]);
       if (returns) w.reg<T>(d[e])[l] = old;
     });
   }

@@ -47,9 +47,12 @@ D narrow(double x, Rounding mode) {
     return from_double<D>(x, mode);
 }
 
-template <class D>
+template <class D, class A>
 D clamp_to(double x, Rounding mode) {
-  if (x != x) return 0;
+  if (x != x) {  // a NaN gives 0, or the highest bit alone where 64 bits are involved
+    if (sizeof(D) < 8 && !std::is_same_v<A, double>) return 0;
+    return static_cast<D>(std::make_unsigned_t<D>{1} << (8 * sizeof(D) - 1));
+  }
   x = round_to_integer(x, mode);
   constexpr double low = static_cast<double>(std::numeric_limits<D>::min());
   constexpr double high = static_cast<double>(std::numeric_limits<D>::max());
@@ -95,7 +98,7 @@ template <class D, class A>
       return narrow<D>(static_cast<double>(a), mode);
     }
   } else if constexpr (is_real<A>) {
-    return clamp_to<D>(widen(a), mode);
+    return clamp_to<D, A>(widen(a), mode);
   } else {
     if (op.flags & kSat) {
       using Limits = std::numeric_limits<D>;
@@ -216,8 +219,15 @@ void pack_f16_nearest(Warp& w, const Op& op, Mask m) {
 // tf32: fp32 with 10 bits of mantissa
 void tf32_handler(Warp& w, const Op& op, Mask m) {
   const auto mode = static_cast<Rounding>(op.mode);
+  const bool relu = op.flags & kRelu, finite = op.flags & kSatFinite;
   map_lanes(
-      m, [&](float a) { return a == a ? static_cast<float>(round_to_format(a, 10, -126, 127, mode)) : a; },
+      m,
+      [&](float a) {
+        if (a != a) return std::bit_cast<float>(0x7fffffffu);
+        if (relu && a < 0) return 0.0f;
+        const auto rounded = static_cast<float>(round_to_format(a, 10, -126, 127, mode));
+        return finite && std::isinf(rounded) ? std::copysign(std::bit_cast<float>(0x7f7fe000u), rounded) : rounded;
+      },
       w.reg<float>(op.d), w.reg<float>(op.a));
 }
 

@@ -59,12 +59,17 @@ void copy_async(Warp& w, const Op& op, Mask m) {
     resolve(w, Space::global, reading, from, op.size, AccessKind::read, p);
     for_each_lane(reading, [&](int l) { copy.from[l] = p[l]; });
   }
+  Mask partial = 0;
   for_each_lane(m & ~reading, [&](int l) {
-    if (copy.from_bytes[l])
+    if (copy.from_bytes[l]) {
       copy.from[l] = global_bytes(w, l, from[l], copy.from_bytes[l]);
-    else
+      partial |= 1u << l;
+    } else {
       copy.from[l] = reinterpret_cast<const std::byte*>(&copy);  // nothing is read
+    }
   });
+  if (partial && w.block->launch.config.count_memory)
+    count_partial_read(*w.block, reading | partial, from, copy.from_bytes.data(), reading);
   resolve(w, Space::shared, m, to, op.size, AccessKind::async_write, p);
   for_each_lane(m, [&](int l) { copy.to[l] = p[l]; });
   w.block->counters.cp_async_bytes += std::uint64_t{op.size} * __builtin_popcount(m);

@@ -43,12 +43,20 @@ H finish(H r, bool sat, bool relu) {
   return r;
 }
 
-// op.flags: bit 0 .sat, bit 1 .relu
+template <class H>
+std::uint16_t flush_half(std::uint16_t bits) {  // subnormals become zero, with their sign
+  constexpr std::uint16_t exponent = std::is_same_v<H, Half> ? 0x7c00 : 0x7f80;
+  return bits & exponent ? bits : static_cast<std::uint16_t>(bits & 0x8000);
+}
+
+// op.flags: bit 0 .sat, bit 1 .relu, bit 2 .ftz
 template <Fn F, class H, class Lane>
 void half_handler(Warp& w, const Op& op, Mask m) {
-  const bool sat = op.flags & 1, relu = op.flags & 2;
+  const bool sat = op.flags & 1, relu = op.flags & 2, ftz = op.flags & 4;
   const auto one = [&](std::uint16_t a, std::uint16_t b, std::uint16_t c) {
-    const H r = calculate<F, H>({a}, {b}, {c});
+    if (ftz) a = flush_half<H>(a), b = flush_half<H>(b), c = flush_half<H>(c);
+    H r = calculate<F, H>({a}, {b}, {c});
+    if (ftz) r.bits = flush_half<H>(r.bits);
     return sat || relu ? finish(r, sat, relu).bits : r.bits;
   };
   map_lanes(
@@ -68,8 +76,8 @@ void half_handler(Warp& w, const Op& op, Mask m) {
 
 template <Fn F>
 void select_half(Decoder& d) {
-  d.ignore({"rn", "approx", "ftz"});
-  d.op.flags = static_cast<std::uint16_t>(d.take("sat") | d.take("relu") << 1);
+  d.ignore({"rn", "approx"});
+  d.op.flags = static_cast<std::uint16_t>(d.take("sat") | d.take("relu") << 1 | d.take("ftz") << 2);
   const Type type = d.take_type();
   d.kind = F == Fn::ex2 || F == Fn::tanh ? Class::special_function : Class::half;
   same_width_operands(d, width_of(type));

@@ -192,9 +192,18 @@ void permute_16(Warp& w, const Op& op, Mask m) {
   permute_with(w, op, m, [](std::uint32_t n) { return n & 1 ? 0x3232u : 0x1010u; });
 }
 
+void permute_left_edge(Warp& w, const Op& op, Mask m) {  // no byte below n
+  permute_with(w, op, m, [](std::uint32_t n) {
+    return n == 0 ? 0x3210u : n == 1 ? 0x3211u : n == 2 ? 0x3222u : 0x3333u;
+  });
+}
+void permute_right_edge(Warp& w, const Op& op, Mask m) {  // no byte above n
+  permute_with(w, op, m, [](std::uint32_t n) { return n == 0 ? 0u : n == 1 ? 0x1110u : n == 2 ? 0x2210u : 0x3210u; });
+}
+
 void select_prmt(Decoder& d) {
   d.take_type();
-  const std::string_view mode = d.take_any({"f4e", "b4e", "rc8", "rc16"});
+  const std::string_view mode = d.take_any({"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"});
   d.kind = Class::integer;
   same_width_operands(d, 4);
   using U = std::uint32_t;
@@ -206,6 +215,10 @@ void select_prmt(Decoder& d) {
     d.op.run = permute_backward;
   else if (mode == "rc8")
     d.op.run = permute_replicate;
+  else if (mode == "ecl")
+    d.op.run = permute_left_edge;
+  else if (mode == "ecr")
+    d.op.run = permute_right_edge;
   else
     d.op.run = permute_16;
 }

@@ -44,6 +44,7 @@ void store_matrix(Warp& w, const Op& op, Mask m) {
   const Mask givers = rows == 32 ? kAllLanes : (1u << rows) - 1;
   Pointers p;
   resolve(w, op.space, givers, addresses, 16, AccessKind::matrix_write, p);
+  const Mask contested = w.contested;
   for (int j = 0; j < op.count; ++j) {
     std::uint16_t tile[8][8];
     const auto* s = w.reg<std::uint32_t>(op.list[j]);
@@ -52,7 +53,13 @@ void store_matrix(Warp& w, const Op& op, Mask m) {
       (Transposed ? tile[col][row] : tile[row][col]) = static_cast<std::uint16_t>(s[l]);
       (Transposed ? tile[col + 1][row] : tile[row][col + 1]) = static_cast<std::uint16_t>(s[l] >> 16);
     }
-    for (int r = 0; r < 8; ++r) std::memcpy(p[8 * j + r], tile[r], 16);
+    for (int r = 0; r < 8; ++r) {
+      const int giver = 8 * j + r;
+      // another thread wrote here at the same time: fine if it was the same
+      if ((contested >> giver & 1) && std::memcmp(p[giver], tile[r], 16) != 0)
+        w.block->shadow->refuse_write(w, giver, static_cast<std::uint32_t>(p[giver] - w.block->shared));
+      std::memcpy(p[giver], tile[r], 16);
+    }
   }
 }
 

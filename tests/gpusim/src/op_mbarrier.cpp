@@ -1,4 +1,6 @@
 // mbarrier: arrivals and bytes complete phases, waits are for a phase or its parity.
+#include <algorithm>
+
 #include "access.h"
 #include "async.h"
 #include "block.h"
@@ -16,6 +18,10 @@ MBarrier& find_mbarrier(Warp& w, int lane, std::uint64_t address) {
 }
 
 namespace {
+
+// The state that an arrival gives: the phase, and the arrivals it still needs.
+constexpr int kPendingBits = 20;
+std::uint64_t state_of(const MBarrier& b) { return b.phase << kPendingBits | b.pending; }
 
 void complete_if_due(Block& block, MBarrier& b) {
   if (b.pending != 0 || b.bytes != 0) return;
@@ -75,11 +81,11 @@ void arrive(Warp& w, const Op& op, Mask m) {
   each_barrier(w, op, m, [&](int l, std::uint32_t address) {
     MBarrier& b = find_mbarrier(w, l, address);
     const std::uint32_t operand = w.reg<std::uint32_t>(op.b)[l];
-    if (op.flags & 1) w.reg<std::uint64_t>(op.d)[l] = b.phase;
+    if (op.flags & 1) w.reg<std::uint64_t>(op.d)[l] = state_of(b);
     if (w.block->shadow && op.mode != 4) w.block->shadow->release(w, b.gathering);
     if (op.mode == 2 || op.mode == 3) b.bytes += operand;
     if (op.mode == 4) complete_bytes(*w.block, b, operand);
-    if (op.mode == 5) --b.count;
+    if (op.mode == 5) b.count -= std::min(operand, b.count);
     if (op.mode == 1 || op.mode == 5) arrive_at(*w.block, b, operand);
     if (op.mode == 3) arrive_at(*w.block, b, 1);
   });
@@ -100,8 +106,8 @@ void wait(Warp& w, const Op& op, Mask m) {
   Clock known{};
   each_barrier(w, op, m, [&](int l, std::uint32_t address) {
     MBarrier& b = find_mbarrier(w, l, address);
-    const bool complete =
-        op.mode ? (b.phase & 1) != (w.reg<std::uint32_t>(op.c)[l] & 1) : b.phase != w.reg<std::uint64_t>(op.c)[l];
+    const bool complete = op.mode ? (b.phase & 1) != (w.reg<std::uint32_t>(op.c)[l] & 1)
+                                  : b.phase != w.reg<std::uint64_t>(op.c)[l] >> kPendingBits;
     if (!complete) return;
     done |= 1u << l;
     if (w.block->shadow && !b.complete.empty()) settle(*w.block->shadow, b);
@@ -118,7 +124,10 @@ void wait(Warp& w, const Op& op, Mask m) {
 }
 
 void pending_count(Warp& w, const Op& op, Mask m) {
-  for_each_lane(m, [&](int l) { w.reg<std::uint32_t>(op.d)[l] = 0; });
+  const auto* state = w.reg<std::uint64_t>(op.c);
+  for_each_lane(m, [&](int l) {
+    w.reg<std::uint32_t>(op.d)[l] = static_cast<std::uint32_t>(state[l] & ((1u << kPendingBits) - 1));
+  });
 }
 
 void select_mbarrier(Decoder& d) {
@@ -133,6 +142,7 @@ void select_mbarrier(Decoder& d) {
   d.take_type();
   if (what == "pending_count") {
     d.op.d = d.dest(0, 4);
+    d.op.c = d.source(1, 8);
     d.op.run = pending_count;
     return;
   }

@@ -5,6 +5,7 @@
 
 #include "access.h"
 #include "async.h"
+#include "atomic.h"
 #include "block.h"
 #include "handlers.h"
 #include "memory.h"
@@ -14,7 +15,7 @@ namespace gpusim {
 
 namespace {
 
-enum Form : std::uint16_t { kLoad, kStore, kReduceAdd };
+enum Form : std::uint16_t { kLoad, kStore, kReduce };
 
 // One bulk operation, its operands read when it is issued.
 struct Bulk {
@@ -25,7 +26,8 @@ struct Bulk {
   std::uint32_t bytes;
   TensorMap map;
   std::int32_t coordinates[5];
-  Type type;
+  Modify modify;  // of a reduction, and the width of its elements
+  unsigned width;
 };
 
 // Calls f(global address or 0 when outside, offset in the tile, bytes) for every element of the tile.
@@ -59,13 +61,12 @@ std::byte* shared_byte(const Bulk& b, std::uint32_t offset) {
   return b.warp->block->shared + (swizzled(b.shared + offset, b.map.swizzle) - kSharedBase);
 }
 
-void add_float(std::byte* to, const std::byte* from, unsigned bytes) {
-  for (unsigned i = 0; i < bytes; i += 4) {
-    float x, y;
-    std::memcpy(&x, to + i, 4);
-    std::memcpy(&y, from + i, 4);
-    x += y;
-    std::memcpy(to + i, &x, 4);
+template <class T>
+void reduce(std::byte* to, const std::byte* from, unsigned bytes, Modify modify) {
+  for (unsigned i = 0; i < bytes; i += sizeof(T)) {
+    T value;
+    std::memcpy(&value, from + i, sizeof value);
+    modify_atomically(reinterpret_cast<T*>(to + i), modify, value, T{0});
   }
 }
 
@@ -83,8 +84,12 @@ void move(const Bulk& b) {
       std::memcpy(shared, global, bytes);
     else if (What == kStore)
       std::memcpy(global, shared, bytes);
+    else if (b.width == 2)
+      reduce<std::uint16_t>(global, shared, bytes, b.modify);
+    else if (b.width == 4)
+      reduce<std::uint32_t>(global, shared, bytes, b.modify);
     else
-      add_float(global, shared, bytes);
+      reduce<std::uint64_t>(global, shared, bytes, b.modify);
   };
   if (b.map.magic)
     for_tile(b, piece);
@@ -92,8 +97,18 @@ void move(const Bulk& b) {
     piece(b.global, 0, b.bytes);
 }
 
+TensorMap tensor_map_at(std::uint64_t address, int coordinates, int lane) {
+  TensorMap map;
+  std::memcpy(&map, reinterpret_cast<const void*>(address), sizeof map);
+  if (map.magic != kTensorMapMagic) throw Fault{lane, "no tensor map at the address given"};
+  if (map.rank != coordinates)
+    throw Fault{lane, text("a tensor map of rank ", int{map.rank}, " with ", coordinates, " coordinates")};
+  return map;
+}
+
 // op.list: shared slot, its offset; global or map slot, its offset; bytes slot; mbarrier slot, its offset; coordinates
-// op.count: coordinates; op.flags: 1 shared address is wide, 2 mbarrier address is wide; op.mode: the form
+// op.count: coordinates; op.flags: 1 shared address is wide, 2 mbarrier address is wide, 4 op.c has a mask of blocks
+// op.data, op.size: what a reduction does, and to elements of how many bytes
 Bulk read_operands(Warp& w, const Op& op, int lane) {
   const auto address = [&](int i, bool wide) {
     return (wide ? w.reg<std::uint64_t>(op.list[i])[lane] : w.reg<std::uint32_t>(op.list[i])[lane]) +
@@ -102,13 +117,14 @@ Bulk read_operands(Warp& w, const Op& op, int lane) {
   Bulk b{};
   b.warp = &w;
   b.lane = lane;
+  b.modify = reinterpret_cast<Modify>(op.data);
+  b.width = op.size;
   b.shared = static_cast<std::uint32_t>(address(0, op.flags & 1));
   b.global = address(2, true);
   if (op.count) {
-    std::memcpy(&b.map, reinterpret_cast<const void*>(b.global), sizeof b.map);
-    if (b.map.magic != kTensorMapMagic) throw Fault{lane, "no tensor map at the address given"};
-    if (b.map.rank != op.count)
-      throw Fault{lane, text("a tensor map of rank ", int{b.map.rank}, " with ", int{op.count}, " coordinates")};
+    b.map = tensor_map_at(b.global, op.count, lane);
+    if (op.data && b.map.element_bytes != op.size)
+      throw Fault{lane, text("a tensor of ", int{b.map.element_bytes}, "-byte elements: reductions are of f32")};
     b.bytes = b.map.element_bytes;
     for (int i = 0; i < op.count; ++i) {
       b.coordinates[i] = w.reg<std::int32_t>(op.list[7 + i])[lane];
@@ -132,7 +148,9 @@ void load_bulk(Warp& w, const Op& op, Mask m) {
     const auto mbarrier = static_cast<std::uint32_t>(
         (op.flags & 2 ? w.reg<std::uint64_t>(op.list[5])[l] : w.reg<std::uint32_t>(op.list[5])[l]) + op.list[6]);
     find_mbarrier(w, l, mbarrier);
-    resolve_one(w, l, Space::shared, b.shared, b.bytes, AccessKind::async_write);
+    if ((op.flags & 4) && w.reg<std::uint16_t>(op.c)[l] != 1)
+      throw Fault{l, text("a multicast to the blocks ", hex(w.reg<std::uint16_t>(op.c)[l]), " of a cluster of one")};
+    resolve_one(w, l, Space::shared, b.shared, b.bytes, AccessKind::bulk_write);
     w.block->start_async({[b, mbarrier] {
                             move<kLoad>(b);
                             Block& block = *b.warp->block;
@@ -157,7 +175,23 @@ void store_bulk(Warp& w, const Op& op, Mask m) {
   });
 }
 
-void nothing(Warp&, const Op&, Mask) {}
+// op.count: coordinates; without any, op.b: bytes
+void prefetch(Warp& w, const Op& op, Mask m) {
+  Addresses addresses;
+  compute_addresses(w, op.a, op.wide_address, op.imm, addresses);
+  for_each_lane(m, [&](int l) {
+    if (op.count) {
+      tensor_map_at(addresses[l], op.count, l);
+      return;
+    }
+    const std::uint32_t bytes = w.reg<std::uint32_t>(op.b)[l];
+    if (bytes % 16 || addresses[l] % 16)
+      throw Fault{l, "a bulk prefetch is of multiples of 16 bytes, at multiples of 16 bytes"};
+    Bulk b{};
+    b.warp = &w, b.lane = l;
+    check_global(b, addresses[l], bytes);
+  });
+}
 
 void commit_bulk(Warp& w, const Op&, Mask m) {
   for_each_lane(m, [&](int l) { ++w.bulk_group[l]; });
@@ -170,6 +204,18 @@ void wait_bulk(Warp& w, const Op& op, Mask m) {
     if (due) store.land();
     return due;
   });
+}
+
+// The elements of a tensor have the type of its map, of which the simulator knows the size: they are taken for f32.
+void select_reduction(Decoder& d, bool tensor) {
+  d.ignore({"noftz"});
+  const std::string_view name = d.take_any({"add", "min", "max", "and", "or", "xor", "inc", "dec"});
+  const Type type = tensor ? Type::f32 : d.take_type();
+  const Modify f = name.empty() ? nullptr : find_modify(name, type);
+  if (!f || width_of(type) < 2 || width_of(type) > 8 || (tensor && name != "add"))
+    d.fail("this bulk reduction is not known to the simulator");
+  d.op.data = reinterpret_cast<const void*>(f);
+  d.op.size = static_cast<std::uint8_t>(width_of(type));
 }
 
 }  // namespace
@@ -190,15 +236,22 @@ void select_bulk(Decoder& d) {
   }
   d.take_cache_hints();
   if (d.take("prefetch")) {
-    d.ignore({"tensor", "1d", "2d", "3d", "4d", "5d", "global", "tile"});
-    d.op.run = nothing;
+    d.ignore({"1d", "2d", "3d", "4d", "5d", "L2", "global", "tile"});
+    const bool tiles = d.take("tensor");
+    d.op.space = Space::param;  // a map may be a parameter
+    d.address(0);
+    if (tiles)
+      d.op.count = static_cast<std::uint8_t>(d.operand(0).parts.at(0).parts.size());
+    else
+      d.op.b = d.source(1, 4);
+    d.op.run = prefetch;
     return;
   }
   const bool load = d.opcode_has("mbarrier::complete_tx::bytes");
   const bool tensor = d.take("tensor");
   d.ignore({"1d", "2d", "3d", "4d", "5d", "shared::cluster", "shared::cta", "global", "tile",
             "mbarrier::complete_tx::bytes", "bulk_group"});
-  if (reduce && (!d.take("add") || (!tensor && d.take_type() != Type::f32))) d.fail("bulk reductions are add of f32");
+  if (reduce) select_reduction(d, tensor);
   const std::size_t shared = load ? 0 : 1, global = load ? 1 : 0;
   std::vector<Slot> slots(7, 0);
   d.address(shared);
@@ -213,6 +266,10 @@ void select_bulk(Decoder& d) {
     d.address(tensor ? 2 : 3);
     slots[5] = d.op.a, slots[6] = static_cast<Slot>(d.op.imm);
     if (d.op.wide_address) d.op.flags |= 2;
+    if (d.take("multicast::cluster")) {
+      d.op.c = d.source(tensor ? 3 : 4, 2);
+      d.op.flags |= 4;
+    }
   }
   d.op.count = 0;
   if (tensor) {
@@ -220,7 +277,7 @@ void select_bulk(Decoder& d) {
     d.op.count = static_cast<std::uint8_t>(slots.size() - 7);
   }
   d.op.list = d.list(slots);
-  d.op.run = load ? load_bulk : reduce ? store_bulk<kReduceAdd> : store_bulk<kStore>;
+  d.op.run = load ? load_bulk : reduce ? store_bulk<kReduce> : store_bulk<kStore>;
 }
 
 void add_tma(InstructionTable&) {}

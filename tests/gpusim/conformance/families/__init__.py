@@ -1,0 +1,1 @@
+"""One module a family of instructions; importing them fills the list of forms."""
