@@ -53,7 +53,7 @@ def write_plot(
         axis.set_title(f"{preset.name}\n{heads_of(preset)}, {' and '.join(masks)}", fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length", fontsize=8)
-    labels = {name: f"mha_ext {name}" if name in ours else name for name in colors}
+    labels = {name: f"mha_ext {name.removeprefix('ours-')}" if name in ours else name for name in colors}
     handles = [Patch(color=color, label=labels[name]) for name, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
