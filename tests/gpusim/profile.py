@@ -2,6 +2,7 @@
 
 python -m tests.gpusim.profile            a table
 python -m tests.gpusim.profile --json     every counter
+python -m tests.gpusim.profile --speed    how fast the simulator is, on one thread
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import argparse
 import dataclasses
 import json
 import subprocess
+import time
 from collections.abc import Callable
 
 from tests.gpusim.build import load_package
-from tests.gpusim.simulator import LaunchRecord
+from tests.gpusim.simulator import LaunchRecord, Simulator
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -45,6 +47,34 @@ def cases() -> dict[str, Callable[[], object]]:
     return found
 
 
+def backward_cases() -> dict[str, Callable[[], object]]:
+    """The kernels of the backward pass."""
+    import torch
+
+    ops = torch.ops.mha_ext
+    found: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        name = str(dtype).removeprefix("torch.")
+        p = torch.rand(1, 2, 256, 256).to(dtype)
+        lse = torch.zeros(1, 2, 256, dtype=torch.promote_types(dtype, torch.float32))
+        found[f"softmax backward {name} 256x256"] = lambda p=p, lse=lse: ops.masked_softmax_backward(
+            p, None, None, p, None, lse, None, None, None, 0, 0.0, 0.0, p.dtype, False, False, False
+        )
+        query, key = torch.randn(2, 8, 128, 64).to(dtype), torch.randn(2, 2, 128, 64).to(dtype)
+        found[f"qkv_merge {name} 128, 8+2x2 heads"] = lambda q=query, k=key: ops.qkv_merge(q, k, k, True)
+    return found
+
+
+def tile_case() -> dict[str, Callable[[], object]]:
+    """One block: 4 warps, the smallest launch of the tensor-core kernel."""
+    import torch
+
+    a = torch.randn(1, 1, 64, 64, dtype=torch.float16)
+    return {
+        "one tile float16 64x64x64": lambda: torch.ops.mha_ext.matmul(a, a, False, True, 1.0, 1, a.dtype, False, None)
+    }
+
+
 def readable(names: list[str]) -> list[str]:
     """Mangled names, read by c++filt where there is one, without their arguments."""
     try:
@@ -72,13 +102,44 @@ def row(r: LaunchRecord) -> list[str]:
     ]
 
 
+def print_speed(simulator: Simulator, only: str) -> None:
+    """Warp instructions a second of processor time, the best of several rounds, without and with all checks."""
+    modes = {
+        "no checks": {"checks": False, "count_memory": False},
+        "all checks": {"checks": True, "count_memory": True},
+    }
+    print(f"{'case':36s}{'instr':>10s}" + "".join(f"{mode:>16s}{'':>10s}" for mode in modes))
+    for name, run in {**cases(), **backward_cases(), **tile_case()}.items():
+        if only not in name:
+            continue
+        simulator.take_records()
+        run()
+        instructions = sum(record.warp_instructions for record in simulator.take_records())
+        times = max(1, 500_000 // instructions)
+        best = dict.fromkeys(modes, float("inf"))
+        for _ in range(6):
+            for mode, switches in modes.items():  # in turn, so that a busy machine disturbs both
+                with simulator.using(threads=1, **switches):
+                    begin = time.process_time()
+                    for _ in range(times):
+                        run()
+                    best[mode] = min(best[mode], (time.process_time() - begin) / times)
+            simulator.take_records()
+        cells = "".join(f"{instructions / t / 1e6:11.1f} M/s{1e3 * t:9.3f}ms" for t in best.values())
+        print(f"{name:36s}{instructions:10,d}{cells}", flush=True)
+
+
 def main() -> None:
     """Run every case once and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="every counter of every launch")
+    parser.add_argument("--speed", action="store_true", help="time the simulator itself")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
     simulator = load_package()
+    if arguments.speed:
+        print_speed(simulator, arguments.only)
+        return
     results: list[tuple[str, LaunchRecord]] = []
     for name, run in cases().items():
         if arguments.only in name:

@@ -20,6 +20,11 @@ CHECKS = (
     "races",
     "barriers",
     "async_wait",
+    "launch_bounds",
+    "wgmma_registers",
+    "proxy_fences",
+    "cp_async_fence",
+    "mbarrier_init_fence",
 )
 
 

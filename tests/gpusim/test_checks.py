@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.gpusim.build import compile_ptx, load_simulator
+from tests.gpusim.build import compile_ptx, cxx, load_simulator, nvcc
 from tests.gpusim.simulator import PtxModule, Simulator, SimulatorError
 
 pytestmark = pytest.mark.sim
@@ -36,15 +38,65 @@ BROKEN = {
     "producer": (None, r"never written|race on shared memory"),
 }
 
+_OVERWRITTEN = r"overwrites shared memory, byte .* may still read"
+BROKEN_SM90 = {
+    "proxy_store": ("proxy_fences", r"asynchronous proxy reads .* without fence.proxy.async"),
+    "proxy_issuer": ("proxy_fences", r"asynchronous proxy reads .* without fence.proxy.async"),
+    "proxy_order": ("proxy_fences", r"asynchronous proxy reads .* without fence.proxy.async"),
+    "proxy_wgmma": ("proxy_fences", r"asynchronous proxy reads .* without fence.proxy.async"),
+    "proxy_load": ("proxy_fences", r"asynchronous proxy overwrites .* without fence.proxy.async"),
+    "copy_fence": ("cp_async_fence", r"asynchronous proxy reads .* without fence.proxy.async"),
+    "init_fence": ("mbarrier_init_fence", r"initialised without fence.mbarrier_init"),
+    "init_thread": ("mbarrier_init_fence", r"initialised without fence.mbarrier_init"),
+    "init_order": (None, r"no mbarrier was initialised|uses the mbarrier what .* initialised, without"),
+    "arrivals": ("barriers", r"more arrivals at an mbarrier whose phase 0 expects 0 \(of 64\)"),
+    "bytes": ("barriers", r"leave their range: 1048576"),
+    "no_init": (None, r"no mbarrier was initialised"),
+    "invalidated": (None, r"after mbarrier.inval"),
+    "init_again": ("barriers", r"again, without mbarrier.inval"),
+    "phase": (None, r"deadlock.*mbarrier at byte \d+ \(its phase 1 lacks 128 of 128 arrivals and 0 bytes\)"),
+    "old_phase": ("barriers", r"only the current and the last phase"),
+    "bulk_edge": (None, r"never written|race on shared memory"),
+    "copy_edge": (None, r"never written|race on shared memory"),
+    "bulk_other": (None, r"before the wait|race on shared memory"),
+    "bulk_source": ("async_wait", _OVERWRITTEN),
+    "bulk_exit": ("async_wait", r"exits while a bulk store"),
+    "wgmma_read": ("wgmma_registers", r"reads an accumulator before wgmma.wait_group"),
+    "wgmma_write": ("wgmma_registers", r"(reads|overwrites) an accumulator before wgmma.wait_group"),
+    "wgmma_move": ("wgmma_registers", r"reads an accumulator before wgmma.wait_group"),
+    "wgmma_groups": ("wgmma_registers", r"reads an accumulator before wgmma.wait_group"),
+    "wgmma_commit": ("wgmma_registers", r"reads an accumulator before wgmma.wait_group"),
+    "wgmma_fence": ("wgmma_registers", r"first wgmma without a wgmma.fence"),
+    "wgmma_rescale": ("wgmma_registers", r"an accumulator of wgmma was written since the last wgmma.fence"),
+    "wgmma_shape": ("wgmma_registers", r"used in another shape since the last wgmma.fence"),
+    "wgmma_fragment": ("wgmma_registers", r"overwrites a fragment of A before wgmma.wait_group"),
+    "wgmma_store": ("async_wait", _OVERWRITTEN),
+    "wgmma_copy": ("async_wait", _OVERWRITTEN),
+    "wgmma_bulk": ("async_wait", _OVERWRITTEN),
+    "registers_pool": (None, r"deadlock.*asks for 1024 more"),
+}
+BROKEN |= BROKEN_SM90
+
 
 @pytest.fixture(scope="module")
 def simulator() -> Simulator:
     return load_simulator()
 
 
+class Modules:
+    """The kernels of both files, by name."""
+
+    def __init__(self, *modules: PtxModule) -> None:
+        self._modules = modules
+
+    def launch(self, kernel: str, *arguments: Any, **options: Any) -> None:
+        """Run the kernel of this name."""
+        self._modules[kernel.rsplit("_", 1)[0] in BROKEN_SM90].launch(kernel, *arguments, **options)
+
+
 @pytest.fixture(scope="module")
-def module(simulator: Simulator) -> PtxModule:
-    return simulator.load_ptx(compile_ptx(KERNELS / "broken.cu"))
+def module(simulator: Simulator) -> Modules:
+    return Modules(*(simulator.load_ptx(compile_ptx(KERNELS / f"{name}.cu")) for name in ("broken", "broken_sm90")))
 
 
 def aligned_range(n: int) -> np.ndarray:
@@ -54,8 +106,9 @@ def aligned_range(n: int) -> np.ndarray:
     return raw[start : start + n]
 
 
-def launch(module: PtxModule, kernel: str) -> None:
-    block = 128 if "global_bounds" in kernel else 64
+def launch(module: Modules, kernel: str) -> None:
+    what = kernel.rsplit("_", 1)[0]
+    block = 256 if what == "registers_pool" else 128 if what == "global_bounds" or what in BROKEN_SM90 else 64
     shared = 256 if "shared_bounds" in kernel else 0
     module.launch(kernel, 1, block, aligned_range(64), aligned_range(64), np.int32(64), shared=shared)
 
@@ -63,24 +116,24 @@ def launch(module: PtxModule, kernel: str) -> None:
 @pytest.mark.parametrize("arrival", ["late", "at_once"])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken(simulator: Simulator, module: PtxModule, what: str, seed: int, arrival: str) -> None:
+def test_broken(simulator: Simulator, module: Modules, what: str, seed: int, arrival: str) -> None:
     with simulator.using(checks=True, seed=seed, arrival=arrival):
         with pytest.raises(SimulatorError, match=f"(?s){BROKEN[what][1]}") as report:
             launch(module, f"{what}_broken")
         assert f"{what}_broken" in str(report.value)
-        assert "broken.cu:" in str(report.value)
+        assert re.search(r"broken(_sm90)?.cu:", str(report.value))
 
 
 @pytest.mark.parametrize("arrival", ["late", "at_once"])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", BROKEN)
-def test_right(simulator: Simulator, module: PtxModule, what: str, seed: int, arrival: str) -> None:
+def test_right(simulator: Simulator, module: Modules, what: str, seed: int, arrival: str) -> None:
     with simulator.using(checks=True, seed=seed, arrival=arrival):
         launch(module, f"{what}_right")
 
 
 @pytest.mark.parametrize("what", [what for what, (switch, _) in BROKEN.items() if switch and what != "global_bounds"])
-def test_switched_off(simulator: Simulator, module: PtxModule, what: str) -> None:
+def test_switched_off(simulator: Simulator, module: Modules, what: str) -> None:
     switch = BROKEN[what][0]
     with simulator.using(checks=True, **{switch: False, "arrival": "late"}):
         report = ""
@@ -91,7 +144,17 @@ def test_switched_off(simulator: Simulator, module: PtxModule, what: str) -> Non
     assert what == "barrier_count" or not re.search(f"(?s){BROKEN[what][1]}", report)
 
 
-def test_shared_limit(simulator: Simulator, module: PtxModule) -> None:
+def test_ptxas_agrees(tmp_path: Path) -> None:
+    """Where it finds registers of wgmma used against the rules, ptxas says so: of broken kernels, and of no twin."""
+    source = KERNELS / "broken_sm90.cu"
+    command = [nvcc(), f"-ccbin={cxx()}", "-std=c++17", "-O3", "-arch=sm_90a", "-cubin", "-Xptxas=-v", str(source)]
+    done = subprocess.run([*command, "-o", str(tmp_path / "cubin")], capture_output=True, text=True, check=True)
+    objections = set(re.findall(r"\(C75\d\d\).* in (?:the )?function '(\w+)'", done.stdout + done.stderr))
+    known = ("read", "write", "move", "groups", "fence", "rescale", "shape")
+    assert objections == {f"wgmma_{what}_broken" for what in known}
+
+
+def test_shared_limit(simulator: Simulator, module: Modules) -> None:
     a, b = aligned_range(64), aligned_range(64)
     with (
         simulator.using(architecture=80),
@@ -101,6 +164,27 @@ def test_shared_limit(simulator: Simulator, module: PtxModule) -> None:
     module.launch("shared_bounds_right", 1, 64, a, b, np.int32(64), shared=200000)
 
 
-def test_step_limit(simulator: Simulator, module: PtxModule) -> None:
+@pytest.mark.parametrize(
+    ("directives", "threads", "report"),
+    [
+        (".reqntid 64", 32, "compiled for exactly 64"),
+        (".maxntid 64", 96, "compiled for at most 64"),
+        (".maxntid 1024 .maxnreg 128", 1024, "with 128 registers each"),
+        ("", 288, "no launch bounds"),
+        ("", 1056, "a block of 1056 threads"),
+    ],
+)
+def test_launch_limits(simulator: Simulator, directives: str, threads: int, report: str) -> None:
+    kernel = f".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k() {directives} {{ ret; }}\n"
+    module = simulator.load_ptx(kernel)
+    with pytest.raises(SimulatorError, match=report):
+        module.launch("k", 1, threads)
+    module.launch("k", 1, 64)
+    if report == "no launch bounds":
+        with simulator.using(launch_bounds=False):
+            module.launch("k", 1, threads)
+
+
+def test_step_limit(simulator: Simulator, module: Modules) -> None:
     with simulator.using(step_limit=5), pytest.raises(SimulatorError, match="the limit that was set"):
         launch(module, "race_overwrite_right")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ def hopper(simulator: Simulator) -> PtxModule:
 def order(simulator: Simulator, request: pytest.FixtureRequest):
     seed, arrival = request.param
     with simulator.using(seed=seed, arrival=arrival, checks=True):
-        yield
+        yield request.param
 
 
 def aligned(shape: int | tuple[int, ...], dtype: type) -> np.ndarray:
@@ -94,6 +96,66 @@ def test_tensor_copy(simulator: Simulator, hopper: PtxModule, swizzle: int, x: i
     inside = np.zeros_like(padded)
     inside[32 + y : 32 + y + box_rows, 64 + x : 64 + x + box_cols] = tile
     np.testing.assert_array_equal(target, inside[32 : 32 + rows, 64 : 64 + cols])
+
+
+def run_gemm(simulator: Simulator, module: PtxModule) -> None:
+    """C = A B' of small whole numbers, exact."""
+    k = 320
+    rng = np.random.default_rng(5)
+    a, b, c = aligned((64, k), np.float16), aligned((32, k), np.float16), aligned((64, 32), np.float32)
+    a[:], b[:] = rng.integers(-4, 5, a.shape), rng.integers(-4, 5, b.shape)
+    maps = [
+        simulator.encode_tiled(x, box, swizzle)
+        for x, box, swizzle in ((a, (64, 64), 128), (b, (32, 64), 128), (c, (64, 32), 0))
+    ]
+    for x in (a, b, c):
+        simulator.register(x)
+    try:
+        module.launch("gemm", 1, 160, *maps, np.int32(k), shared=24576 + 8192)
+    finally:
+        for x in (a, b, c):
+            simulator.unregister(x)
+    np.testing.assert_array_equal(c, a.astype(np.float32) @ b.astype(np.float32).T)
+
+
+def test_gemm(simulator: Simulator, hopper: PtxModule) -> None:
+    run_gemm(simulator, hopper)
+
+
+SYNCHRONISING = re.compile(r"^\s*(mbarrier\.|fence\.|bar\.|wgmma\.(fence|commit|wait)|cp\.async\.bulk\.(commit|wait))")
+
+
+def gemm_deletions(ptx: str) -> dict[str, str]:
+    """The kernel without one of its synchronising instructions, for each of them."""
+    lines = ptx.splitlines()
+    begin = next(i for i, line in enumerate(lines) if ".entry gemm(" in line)
+    end = next((i for i in range(begin + 1, len(lines)) if ".entry" in lines[i]), len(lines))
+    found: dict[str, str] = {}
+    for i in range(begin, end):
+        if not SYNCHRONISING.match(lines[i]):
+            continue
+        # a wait that is not there has succeeded
+        instead = re.sub(r"^\s*mbarrier\.try_wait\S* (\w+),.*", r"setp.eq.u32 \1, 0, 0;", lines[i])
+        name = f"{i - begin} {lines[i].strip().split(' ')[0]}"
+        found[name] = "\n".join([*lines[:i], instead if instead != lines[i] else "", *lines[i + 1 :]])
+    return found
+
+
+GEMM_PTX = functools.cache(lambda: gemm_deletions(compile_ptx(KERNELS / "hopper.cu")))
+
+
+def test_gemm_deletions(simulator: Simulator, order: tuple[int, str]) -> None:
+    """Deleting any synchronising instruction is noticed in each order."""
+    survived = []
+    deletions = GEMM_PTX()
+    for name, ptx in deletions.items():
+        try:
+            run_gemm(simulator, simulator.load_ptx(ptx))
+        except (SimulatorError, AssertionError):
+            continue
+        survived.append(name)
+    assert len(deletions) > 15
+    assert not survived
 
 
 SPAN = {0: 16, 32: 32, 64: 64, 128: 128}

@@ -12,7 +12,7 @@ __global__ void vector_add(const float* a, const float* b, float* c, int n) {
   if (i < n) c[i] = a[i] + b[i];
 }
 
-__global__ void transpose(const float* a, float* b, int n) {
+__global__ void __launch_bounds__(1024) transpose(const float* a, float* b, int n) {
   __shared__ float tile[32][33];
   int x = blockIdx.x * 32 + threadIdx.x, y = blockIdx.y * 32 + threadIdx.y;
   if (x < n && y < n) tile[threadIdx.y][threadIdx.x] = a[y * n + x];

@@ -1,6 +1,7 @@
 #include "access.h"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "block.h"
@@ -42,22 +43,39 @@ void check_alignment(Mask m, const Addresses& addresses, unsigned bytes, AccessK
   });
 }
 
-// Lanes side by side, all of them
+// All lanes, side by side
 template <class A>
-bool consecutive(Mask m, const A& addresses, unsigned bytes, int first, int lanes) {
+bool consecutive(Mask m, const A& addresses, unsigned bytes) {
   if (m != kAllLanes) return false;
-  std::uint64_t different = 0;
-  for (int l = first + 1; l < first + lanes; ++l) different |= (addresses[l] - addresses[l - 1]) ^ bytes;
+  using T = std::remove_cvref_t<decltype(addresses[0])>;
+  T different = 0;
+  for (int l = 0; l < kLanes; ++l) different |= addresses[l] ^ (addresses[0] + static_cast<T>(l) * bytes);
   return different == 0;
 }
 
-void count_global(Block& block, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind) {
+// How many sectors the lanes touch, if each touches one and none goes back; else 0.
+int sectors_in_order(Mask m, const Addresses& addresses, unsigned bytes) {
+  if (m != kAllLanes || bytes > 32) return 0;
+  std::uint64_t split = (addresses[0] ^ (addresses[0] + bytes - 1)) >> 5;
+  int steps = 0, backward = 0;
+  for (int l = 1; l < kLanes; ++l) {
+    const std::uint64_t before = addresses[l - 1] >> 5, sector = addresses[l] >> 5;
+    split |= sector ^ ((addresses[l] + bytes - 1) >> 5);
+    steps += sector != before;
+    backward |= sector < before;
+  }
+  return split == 0 && !backward ? steps + 1 : 0;
+}
+
+void count_global(Block& block, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, bool linear) {
   // Distinct 32-byte sectors in the order of the lanes; sorted only when the order is not monotonic.
   std::array<std::uint64_t, kLanes * 2> sectors;
   int n = 0;
   bool sorted = true;
-  if (consecutive(m, addresses, bytes, 0, kLanes))
+  if (linear)
     n = static_cast<int>((addresses[31] + bytes - 1) / 32 - addresses[0] / 32 + 1);
+  else if (const int sectors_touched = sectors_in_order(m, addresses, bytes))
+    n = sectors_touched;
   else
     for_each_lane(m, [&](int l) {
       for (std::uint64_t s = addresses[l] / 32; s <= (addresses[l] + bytes - 1) / 32 && n < kLanes * 2; ++s) {
@@ -83,14 +101,19 @@ void count_global(Block& block, Mask m, const Addresses& addresses, unsigned byt
   }
 }
 
-void global_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, Pointers& out) {
+bool global_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, Pointers& out) {
   const Config& config = warp.block->launch.config;
   if (config.checks.global_bounds) {
     std::uint64_t low = ~0ull, high = 0;
-    for_each_lane(m, [&](int l) {
-      low = std::min(low, addresses[l]);
-      high = std::max(high, addresses[l]);
-    });
+    if (m == kAllLanes) {
+      low = *std::min_element(addresses.begin(), addresses.end());
+      high = *std::max_element(addresses.begin(), addresses.end());
+    } else {
+      for_each_lane(m, [&](int l) {
+        low = std::min(low, addresses[l]);
+        high = std::max(high, addresses[l]);
+      });
+    }
     if (high - low > (1ull << 40) || !memory_allowed(low, high - low + bytes)) {
       for_each_lane(m, [&](int l) {
         if (!memory_allowed(addresses[l], bytes)) {
@@ -100,50 +123,87 @@ void global_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned by
       });
     }
   }
-  if (config.count_memory) count_global(*warp.block, m, addresses, bytes, kind);
+  const bool linear = consecutive(m, addresses, bytes);
+  if (config.count_memory) count_global(*warp.block, m, addresses, bytes, kind, linear);
   for (int l = 0; l < kLanes; ++l) out[l] = reinterpret_cast<std::byte*>(addresses[l]);
+  return linear;
+}
+
+// Whether no two lanes need the same banks, unless for the same words of them.
+bool without_conflict(Mask phase, const std::uint32_t* offsets, unsigned bytes) {
+  if (bytes > 16) return false;
+  const int width = bytes <= 4 ? 2 : bytes == 8 ? 3 : 4;  // of the piece that a lane takes, as a power of 2
+  std::array<std::uint32_t, 32> piece_in_banks;
+  std::uint32_t used = 0, different = 0;
+  for_each_lane(phase, [&](int l) {
+    const std::uint32_t at = offsets[l] + kSharedBase, piece = at >> width, banks = piece & ((128u >> width) - 1);
+    const std::uint32_t there = used >> banks & 1 ? piece_in_banks[banks] : piece;
+    different |= (there ^ piece) | (((at + bytes - 1) >> width) ^ piece);
+    piece_in_banks[banks] = piece;
+    used |= 1u << banks;
+  });
+  return different == 0;
+}
+
+// As many as the fullest bank has different words.
+int phase_wavefronts(Mask phase, const std::uint32_t* offsets, unsigned bytes) {
+  if (without_conflict(phase, offsets, bytes)) return 1;
+  std::array<std::uint32_t, kLanes> word_in_bank;
+  std::uint32_t used = 0;
+  std::array<std::uint32_t, kLanes * 4> more;  // words that met another word in their bank
+  int n = 0;
+  for_each_lane(phase, [&](int l) {
+    const std::uint32_t first_word = (offsets[l] + kSharedBase) / 4,
+                        last_word = (offsets[l] + kSharedBase + bytes - 1) / 4;
+    for (std::uint32_t w = first_word; w <= last_word; ++w) {
+      const std::uint32_t bank = w % 32;
+      if (!(used >> bank & 1))
+        word_in_bank[bank] = w;
+      else if (word_in_bank[bank] != w)
+        more[n++] = w;
+      used |= 1u << bank;
+    }
+  });
+  int fullest = 1;
+  if (n > 0) {
+    std::sort(more.begin(), more.begin() + n);
+    n = static_cast<int>(std::unique(more.begin(), more.begin() + n) - more.begin());
+    std::array<int, 32> count;
+    count.fill(1);
+    for (int i = 0; i < n; ++i) fullest = std::max(fullest, ++count[more[i] % 32]);
+  }
+  return fullest;
 }
 
 // Shared memory has 32 banks of 4 bytes. A request of up to 4 bytes a lane goes in one phase; of 8 bytes, half a warp
-// at a time; of 16 bytes (and ldmatrix), a quarter. A phase takes as many wavefronts as the fullest bank has different
-// words.
-void count_shared(Block& block, Mask m, const std::uint32_t* offsets, unsigned bytes, AccessKind kind) {
+// at a time; of 16 bytes (and ldmatrix), a quarter. A phase takes one wavefront or more.
+void count_shared(Block& block, Mask m, const std::uint32_t* offsets, unsigned bytes, AccessKind kind, bool linear) {
   if (kind == AccessKind::atomic || kind == AccessKind::bulk_write || kind == AccessKind::async_read) return;
   const int lanes = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
   std::uint64_t wavefronts = 0, ideal = 0;
+  const bool usual = bytes == 4 || bytes == 8 || bytes == 16;
+  // Which banks each lane takes, in units of what it takes: a phase that takes all of them has no conflict.
+  std::array<std::uint32_t, kLanes> taken;
+  if (usual && !linear) {
+    const auto width = static_cast<std::uint32_t>(std::countr_zero(bytes)), units = 128u >> width;
+    std::uint32_t misaligned = 0;
+    for (int l = 0; l < kLanes; ++l) {
+      taken[l] = 1u << (offsets[l] >> width & (units - 1));
+      misaligned |= offsets[l] & (bytes - 1);
+    }
+    if (misaligned) taken.fill(0);
+  }
   for (int first = 0; first < kLanes; first += lanes) {
-    const Mask phase = m & (lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << first);
+    const Mask whole = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << first, phase = m & whole;
     if (!phase) continue;
     ++ideal;
-    if (bytes >= 4 && consecutive(m, offsets, bytes, first, lanes)) {
-      ++wavefronts;
-      continue;
+    bool once = usual && linear;
+    if (usual && !linear && phase == whole) {
+      std::uint32_t all = 0;
+      for (int l = first; l < first + lanes; ++l) all |= taken[l];
+      once = all == whole >> first;
     }
-    std::array<std::uint32_t, kLanes> word_in_bank;
-    std::uint32_t used = 0;
-    std::array<std::uint32_t, kLanes * 4> more;  // words that met another word in their bank
-    int n = 0;
-    for_each_lane(phase, [&](int l) {
-      const std::uint32_t first_word = (offsets[l] + kSharedBase) / 4,
-                          last_word = (offsets[l] + kSharedBase + bytes - 1) / 4;
-      for (std::uint32_t w = first_word; w <= last_word; ++w) {
-        const std::uint32_t bank = w % 32;
-        if (!(used >> bank & 1))
-          word_in_bank[bank] = w;
-        else if (word_in_bank[bank] != w)
-          more[n++] = w;
-        used |= 1u << bank;
-      }
-    });
-    int fullest = 1;
-    if (n > 0) {
-      std::sort(more.begin(), more.begin() + n);
-      n = static_cast<int>(std::unique(more.begin(), more.begin() + n) - more.begin());
-      std::array<int, 32> count;
-      count.fill(1);
-      for (int i = 0; i < n; ++i) fullest = std::max(fullest, ++count[more[i] % 32]);
-    }
-    wavefronts += fullest;
+    wavefronts += once ? 1 : phase_wavefronts(phase, offsets, bytes);
   }
   Counters& c = block.counters;
   if (is_load(kind)) {
@@ -157,7 +217,7 @@ void count_shared(Block& block, Mask m, const std::uint32_t* offsets, unsigned b
   }
 }
 
-void shared_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, Pointers& out) {
+bool shared_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, Pointers& out) {
   Block& block = *warp.block;
   const std::uint32_t size = block.shared_bytes;
   std::array<std::uint32_t, kLanes> offsets;
@@ -177,24 +237,22 @@ void shared_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned by
     });
   }
   for (int l = 0; l < kLanes; ++l) out[l] = block.shared + offsets[l];
-  if (block.launch.config.count_memory) count_shared(block, m, offsets.data(), bytes, kind);
-  if (!block.shadow) return;
+  const bool linear = consecutive(m, offsets, bytes);
+  if (block.launch.config.count_memory) count_shared(block, m, offsets.data(), bytes, kind, linear);
+  if (!block.shadow) return linear;
+  Shadow& shadow = *block.shadow;
   switch (kind) {
-    case AccessKind::read: return block.shadow->read(warp, m, offsets.data(), bytes, false);
-    case AccessKind::matrix_read: return block.shadow->read(warp, m, offsets.data(), bytes, true);
-    case AccessKind::async_read:
-      for (std::uint32_t at = 0; at < bytes; at += 16) {
-        block.shadow->read(warp, m, offsets.data(), std::min(bytes - at, 16u), true);
-        for (std::uint32_t& offset : offsets) offset += 16;
-      }
-      return;
-    case AccessKind::atomic: return block.shadow->atomic(warp, m, offsets.data(), bytes);
+    case AccessKind::read: shadow.read(warp, m, offsets.data(), bytes, false, linear); break;
+    case AccessKind::matrix_read: shadow.read(warp, m, offsets.data(), bytes, true, linear); break;
+    case AccessKind::async_read: break;  // the operation tells the shadow: see Shadow::begin_read
+    case AccessKind::atomic: shadow.atomic(warp, m, offsets.data(), bytes); break;
     case AccessKind::async_write:
-    case AccessKind::bulk_write: return block.shadow->write_async(warp, m, offsets.data(), bytes);
+    case AccessKind::bulk_write: shadow.write_async(warp, m, offsets.data(), bytes); break;
     case AccessKind::write:
     case AccessKind::matrix_write:
-      warp.contested = block.shadow->write(warp, m, offsets.data(), bytes, kind == AccessKind::matrix_write);
+      warp.contested = shadow.write(warp, m, offsets.data(), bytes, kind == AccessKind::matrix_write, linear);
   }
+  return linear;
 }
 
 void local_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, Pointers& out) {
@@ -207,7 +265,7 @@ void local_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned byt
   });
 }
 
-void generic_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, Pointers& out) {
+bool generic_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind, Pointers& out) {
   Mask in_shared = 0, in_local = 0;
   for_each_lane(m, [&](int l) {
     const std::uint64_t window = addresses[l] >> 32 << 32;
@@ -215,6 +273,8 @@ void generic_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned b
     if (window == kLocalWindow) in_local |= 1u << l;
   });
   const Mask in_global = m & ~in_shared & ~in_local;
+  if (in_global == m) return global_pointers(warp, m, addresses, bytes, kind, out);
+  if (in_shared == m) return shared_pointers(warp, m, addresses, bytes, kind, out);
   if (in_global) global_pointers(warp, in_global, addresses, bytes, kind, out);
   Pointers other;
   if (in_shared) {
@@ -225,6 +285,7 @@ void generic_pointers(Warp& warp, Mask m, const Addresses& addresses, unsigned b
     local_pointers(warp, in_local, addresses, bytes, other);
     for_each_lane(in_local, [&](int l) { out[l] = other[l]; });
   }
+  return false;
 }
 
 }  // namespace
@@ -240,7 +301,7 @@ void compute_addresses(Warp& warp, Slot slot, bool wide, std::int64_t offset, Ad
   }
 }
 
-void resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind,
+bool resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind,
              Pointers& out) {
   warp.contested = 0;
   if (warp.block->launch.config.checks.alignment) check_alignment(m, addresses, bytes, kind);
@@ -248,12 +309,13 @@ void resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsign
     case Space::global:
     case Space::constant: return global_pointers(warp, m, addresses, bytes, kind, out);
     case Space::shared: return shared_pointers(warp, m, addresses, bytes, kind, out);
-    case Space::local: return local_pointers(warp, m, addresses, bytes, out);
+    case Space::local: local_pointers(warp, m, addresses, bytes, out); return false;
     case Space::generic: return generic_pointers(warp, m, addresses, bytes, kind, out);
     case Space::param:
       for (int l = 0; l < kLanes; ++l) out[l] = reinterpret_cast<std::byte*>(addresses[l]);
-      return;
+      return false;
   }
+  return false;
 }
 
 void count_partial_read(Block& block, Mask m, const Addresses& addresses, const std::uint8_t* bytes, Mask counted) {

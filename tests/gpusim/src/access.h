@@ -27,18 +27,19 @@ using Pointers = std::array<std::byte*, kLanes>;
 // address register + offset of every lane
 void compute_addresses(Warp& warp, Slot slot, bool wide, std::int64_t offset, Addresses& out);
 
-// Checks `bytes` at every lane's address in this space and gives the host pointers of the lanes in m.
-void resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind,
+// Checks `bytes` at every lane's address in this space and gives the host pointers of the lanes in m. True if that is
+// known to be all lanes, side by side.
+bool resolve(Warp& warp, Space space, Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind,
              Pointers& out);
 
 // Counts a request whose lanes read different numbers of bytes; the lanes in `counted` have been through resolve().
 void count_partial_read(Block& block, Mask m, const Addresses& addresses, const std::uint8_t* bytes, Mask counted);
 
 // Both, for an operation with its address in slot a and offset in imm.
-inline void operand_pointers(Warp& warp, const Op& op, Mask m, unsigned bytes, AccessKind kind, Pointers& out) {
+inline bool operand_pointers(Warp& warp, const Op& op, Mask m, unsigned bytes, AccessKind kind, Pointers& out) {
   Addresses addresses;
   compute_addresses(warp, op.a, op.wide_address, op.imm, addresses);
-  resolve(warp, op.space, m, addresses, bytes, kind, out);
+  return resolve(warp, op.space, m, addresses, bytes, kind, out);
 }
 
 // Host pointer of `bytes` at one generic or shared address, for instructions executed by one lane.

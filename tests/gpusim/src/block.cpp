@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "async.h"
 #include "lanes.h"
 #include "module.h"
 
@@ -74,7 +75,8 @@ Block::Block(Launch& l, Counters& c, std::uint64_t* executed) : launch(l), count
     warps[w].executed = executed_;
   }
   const Checks& checks = launch.config.checks;
-  if (shared_bytes > 0 && (checks.races || checks.uninitialized || checks.async_wait)) {
+  if (shared_bytes > 0 && (checks.races || checks.uninitialized || checks.async_wait ||
+                           (checks.proxy_fences && launch.program->async_proxy))) {
     shadow = std::make_unique<Shadow>(*this, shared_bytes, launch.program->shared_granule_shift);
   }
 }
@@ -92,6 +94,8 @@ void Block::start(std::uint64_t linear_index) {
   mbarriers.clear();
   in_flight.clear();
   if (shadow) shadow->start();
+  if (launch.program->watch) wgmma.assign(warps.size(), WarpgroupState(*launch.program->watch));
+  free_registers = 0;
   const int threads = launch.threads_per_block();
   for (Warp& warp : warps) {
     const int lanes = std::min(threads - warp.index * kLanes, kLanes);
@@ -105,6 +109,7 @@ void Block::start(std::uint64_t linear_index) {
     warp.copy_group.fill(0);
     warp.bulk_stores.clear();
     warp.bulk_group.fill(0);
+    warp.registers = launch.registers_per_thread();
     fill_registers(warp);
   }
 }
@@ -257,7 +262,12 @@ void Block::release(int id) {
 
 void Block::warp_ended(Warp& warp) {
   notify();
-  for (const BulkStore& store : warp.bulk_stores) store.land();
+  for (const BulkStore& store : warp.bulk_stores) {
+    if (launch.config.checks.async_wait)
+      throw Fault{store.lane, "exits while a bulk store of its may still read shared memory: no wait_group came"};
+    if (store.land) store.land();
+    if (shadow) shadow->end_read(store.read, store.lane);
+  }
   warp.bulk_stores.clear();
   for (int id = 0; id < 16; ++id) {
     NamedBarrier& barrier = barriers[id];
@@ -284,6 +294,7 @@ void Block::deadlock() {
                      " threads are here), ", launch.program->module->place(*launch.program, warp.pc - 1));
     } else {
       report += text(" waits for ", warp.waiting_for);
+      if (warp.waiting_for == kWaitsForMbarrier) report += describe_mbarrier(*this, warp.mbarrier);
       std::uint32_t last = ~0u;
       for_each_lane(warp.live, [&](int l) {
         if (warp.lane_pc[l] == last) return;

@@ -12,6 +12,7 @@
 #include "mbarrier.h"
 #include "shadow.h"
 #include "warp.h"
+#include "wgmma_registers.h"
 
 namespace gpusim {
 
@@ -57,7 +58,9 @@ struct Block {
   NamedBarrier barriers[16];
   std::map<std::uint32_t, MBarrier> mbarriers;  // by shared address
   std::deque<AsyncEvent> in_flight;
-  std::unique_ptr<Shadow> shadow;  // null when nothing asks for it
+  std::unique_ptr<Shadow> shadow;     // null when nothing asks for it
+  std::vector<WarpgroupState> wgmma;  // of each warp; empty when nothing asks for it
+  int free_registers = 0;             // given back by setmaxnreg.dec
   std::uint64_t events = 0;
   std::uint64_t steps = 0;
 

@@ -11,10 +11,15 @@ enum class Arrival : std::uint8_t { late, at_once, random };
 struct Checks {
   bool global_bounds = true;
   bool alignment = true;
-  bool uninitialized = true;  // shared memory read before it was written
-  bool races = true;          // shared memory, by vector clocks
-  bool barriers = true;       // barriers that do not match, exited warps
-  bool async_wait = true;     // results used before their wait
+  bool uninitialized = true;        // shared memory read before it was written
+  bool races = true;                // shared memory, by vector clocks
+  bool barriers = true;             // barriers that do not match, exited warps, mbarriers used against their rules
+  bool async_wait = true;           // results used, or operands overwritten, before the wait
+  bool launch_bounds = true;        // more threads than a kernel without bounds has registers for
+  bool wgmma_registers = true;      // accumulators touched before their wait, or without wgmma.fence
+  bool proxy_fences = true;         // between stores and the asynchronous proxy
+  bool cp_async_fence = true;       // between cp.async, which is generic too, and the asynchronous proxy
+  bool mbarrier_init_fence = true;  // between mbarrier.init and a bulk copy that completes the barrier
 };
 
 struct Config {

@@ -53,19 +53,25 @@ constexpr Switch make() {
 }
 
 const std::map<std::string, Switch>& switches() {
-  static const std::map<std::string, Switch> all = {{"global_bounds", make<Check<&Checks::global_bounds>>()},
-                                                    {"alignment", make<Check<&Checks::alignment>>()},
-                                                    {"uninitialized", make<Check<&Checks::uninitialized>>()},
-                                                    {"races", make<Check<&Checks::races>>()},
-                                                    {"barriers", make<Check<&Checks::barriers>>()},
-                                                    {"async_wait", make<Check<&Checks::async_wait>>()},
-                                                    {"arrival", make<Setting<&Config::arrival>>()},
-                                                    {"seed", make<Setting<&Config::seed>>()},
-                                                    {"architecture", make<Setting<&Config::architecture>>()},
-                                                    {"threads", make<Setting<&Config::threads>>()},
-                                                    {"multiprocessors", make<Setting<&Config::multiprocessors>>()},
-                                                    {"count_memory", make<Setting<&Config::count_memory>>()},
-                                                    {"step_limit", make<Setting<&Config::step_limit>>()}};
+  static const std::map<std::string, Switch> all = {
+      {"global_bounds", make<Check<&Checks::global_bounds>>()},
+      {"alignment", make<Check<&Checks::alignment>>()},
+      {"uninitialized", make<Check<&Checks::uninitialized>>()},
+      {"races", make<Check<&Checks::races>>()},
+      {"barriers", make<Check<&Checks::barriers>>()},
+      {"async_wait", make<Check<&Checks::async_wait>>()},
+      {"launch_bounds", make<Check<&Checks::launch_bounds>>()},
+      {"wgmma_registers", make<Check<&Checks::wgmma_registers>>()},
+      {"proxy_fences", make<Check<&Checks::proxy_fences>>()},
+      {"cp_async_fence", make<Check<&Checks::cp_async_fence>>()},
+      {"mbarrier_init_fence", make<Check<&Checks::mbarrier_init_fence>>()},
+      {"arrival", make<Setting<&Config::arrival>>()},
+      {"seed", make<Setting<&Config::seed>>()},
+      {"architecture", make<Setting<&Config::architecture>>()},
+      {"threads", make<Setting<&Config::threads>>()},
+      {"multiprocessors", make<Setting<&Config::multiprocessors>>()},
+      {"count_memory", make<Setting<&Config::count_memory>>()},
+      {"step_limit", make<Setting<&Config::step_limit>>()}};
   return all;
 }
 

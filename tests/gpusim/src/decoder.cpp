@@ -35,6 +35,8 @@ const InstructionTable& instruction_table() {
 
 constexpr std::uint64_t round_up(std::uint64_t n, std::uint64_t to) { return to ? (n + to - 1) / to * to : n; }
 
+constexpr Slot kFirstSlot = 128;  // slot 0: the predicate that is always true
+
 }  // namespace
 
 int width_of(Type type) {
@@ -66,10 +68,18 @@ bool is_float(Type type) {
 }
 
 std::unique_ptr<Program> decode(const Module& module, const ptx::Function& entry) {
+  const auto decoded = [&](Program& program, const RegisterPlan* plan) {
+    program.name = entry.name;
+    program.module = &module;
+    Decoder decoder(module, program, plan);
+    decoder.run(entry);
+    return decoder.register_log();
+  };
+  Program draft;
+  const RegisterLog log = decoded(draft, nullptr);
+  const RegisterPlan plan = plan_registers(draft, log, kFirstSlot);
   auto program = std::make_unique<Program>();
-  program->name = entry.name;
-  program->module = &module;
-  Decoder(module, *program).run(entry);
+  decoded(*program, &plan);
   return program;
 }
 
@@ -83,7 +93,7 @@ void Decoder::fail(const std::string& what) const {
 // the kernel ------------------------------------------------------------------------------------------------------
 
 void Decoder::run(const ptx::Function& entry) {
-  program_.register_bytes = 128;  // slot 0: the predicate that is always true
+  program_.register_bytes = plan_ ? plan_->end : kFirstSlot;
   program_.constants.push_back({0, 1, kAllLanes});
   Scope outer;
   std::uint32_t offset = 0;
@@ -95,10 +105,18 @@ void Decoder::run(const ptx::Function& entry) {
     offset += bytes;
   }
   program_.param_bytes = offset;
-  if (const auto found = entry.directives.find("maxntid"); found != entry.directives.end()) {
-    program_.max_threads = 1;
-    for (const std::uint64_t n : found->second) program_.max_threads *= static_cast<int>(n);
-  }
+  const auto directive = [&](const char* name, int otherwise) {
+    const auto found = entry.directives.find(name);
+    if (found == entry.directives.end()) return otherwise;
+    int product = 1;
+    for (const std::uint64_t n : found->second) product *= static_cast<int>(n);
+    return product;
+  };
+  program_.exact_threads = directive("reqntid", 0);
+  program_.bounded_threads = directive("maxntid", program_.exact_threads);
+  program_.max_threads = program_.bounded_threads ? program_.bounded_threads : 1024;
+  program_.max_registers = directive("maxnreg", 0);
+  program_.min_blocks = std::max(directive("minnctapersm", 1), 1);
   function_body(entry, {outer});
   Op exit;  // a body may end without ret
   ptx::Statement end;
@@ -110,6 +128,7 @@ void Decoder::run(const ptx::Function& entry) {
     if (label_at_[label] < 0) fail("a label that is used is not defined");
     program_.code[at].imm = label_at_[label];
   }
+  if (plan_ && !watched_.empty()) program_.watch = watch_registers(program_.code, uses_, watched_);
   program_.dynamic_shared_offset = static_cast<std::uint32_t>(round_up(program_.static_shared, 16));
   for (const auto& [name, memory] : shared_) {
     if (memory.dynamic) {
@@ -168,9 +187,11 @@ void Decoder::function_body(const ptx::Function& f, std::vector<Scope> outer) {
 
 void Decoder::instruction(const ptx::Statement& s) {
   now_ = &s;
+  touched_.clear();
   op = Op{};
   kind = Class::move;
   tensor_flops = 0;
+  used_.clear();
   taken_.assign(s.opcode.size(), false);
   taken_[0] = true;
   if (!s.guard.empty()) {
@@ -203,6 +224,19 @@ void Decoder::finish(const ptx::Statement& s, const Op& o) {
     program_.shared_granule_shift =
         std::min(program_.shared_granule_shift, static_cast<int>(std::countr_zero(unsigned{o.size})));
   }
+  if (o.flags & kOpAsyncProxy) program_.async_proxy = true;
+  const bool copy = s.opcode[0] == "mov" && used_.size() == 2 && used_[0].writes != used_[1].writes &&
+                    s.operands.size() == 2 && s.operands[0].kind == ptx::Operand::Kind::name &&
+                    s.operands[1].kind == ptx::Operand::Kind::name;
+  uses_.registers.insert(uses_.registers.end(), used_.begin(), used_.end());
+  uses_.ends.push_back(static_cast<std::uint32_t>(uses_.registers.size()));
+  uses_.copies.push_back(copy);
+  for (RegisterLog::Touch touch : touched_) {
+    touch.op = static_cast<std::uint32_t>(program_.code.size());
+    log_.touches.push_back(touch);
+    if (s.opcode[0] == "wgmma") log_.alone[touch.id] = true;
+  }
+  if (copy && touched_.size() == 2) log_.copies.emplace_back(touched_[0].id, touched_[1].id);
   program_.code.push_back(o);
   program_.info.push_back({s.line, s.source, kind, tensor_flops});
 }

@@ -12,6 +12,8 @@
 #include "half.h"
 #include "module.h"
 #include "program.h"
+#include "register_plan.h"
+#include "wgmma_registers.h"
 
 namespace gpusim {
 
@@ -81,8 +83,11 @@ void branch_if_equal(Warp& warp, const Op& op, Mask m);
 
 class Decoder {
  public:
-  Decoder(const Module& module, Program& program) : module_(module), program_(program) {}
+  // Without a plan every register gets a slot of its own.
+  Decoder(const Module& module, Program& program, const RegisterPlan* plan)
+      : module_(module), program_(program), plan_(plan) {}
   void run(const ptx::Function& entry);
+  const RegisterLog& register_log() const { return log_; }
 
   // modifiers of the current instruction ---------------------------------------------------------------------------
   bool inside_call() const { return call_stack_.size() > 1; }
@@ -111,7 +116,8 @@ class Decoder {
   Slot constant(std::uint64_t bits, int width);
   int register_width(const ptx::Operand& operand, int otherwise);
   bool is_register(const std::string& name);
-  void address(std::size_t i, Slot* slot = nullptr);  // sets a, imm, wide_address; the space of a .param symbol
+  void watch() { watched_.push_back(program_.code.size()); }  // of this instruction, a wgmma
+  void address(std::size_t i, Slot* slot = nullptr);          // sets a, imm, wide_address; the space of a .param symbol
   std::vector<const ptx::Operand*> elements(std::size_t i) const;  // {a, b, c}, or the operand itself
   Slot* list(const std::vector<Slot>& slots);
   std::uint64_t immediate(std::size_t i) const;
@@ -129,6 +135,7 @@ class Decoder {
   struct Register {
     Slot slot;
     int width;
+    int id;  // in the log; -1: predicates are not in it
   };
   struct Memory {
     Space space;
@@ -150,6 +157,9 @@ class Decoder {
   void builtin_call(const std::string& name, const std::vector<Memory>& results, const std::vector<Memory>& params);
   void indexed_branch(const ptx::Statement& s);
   Slot allocate(int width);
+  Register new_register(int width);
+  Slot sink(int width);
+  void note(const Register& r, bool written);
   const Register* find_register(const std::string& name);
   const Memory* find_memory(const std::string& name);
   Memory shared_variable(const ptx::Variable& v);
@@ -161,6 +171,10 @@ class Decoder {
 
   const Module& module_;
   Program& program_;
+  const RegisterPlan* plan_;
+  RegisterLog log_;
+  std::vector<RegisterLog::Touch> touched_;  // by the current instruction
+  std::map<int, Slot> sinks_;                // what nobody reads, by width
   std::vector<Scope> scopes_;
   std::size_t function_scope_ = 0;  // where the function being decoded begins
   const ptx::Statement* now_ = nullptr;
@@ -172,7 +186,10 @@ class Decoder {
   std::vector<int> label_at_;                        // label id -> operation
   std::vector<std::pair<std::size_t, int>> fixups_;  // operation, label
   std::vector<std::string> call_stack_;
-  int end_label_ = -1;  // where `ret` of an inlined function goes
+  std::vector<RegisterUse> used_;     // registers the current instruction names
+  RegisterUses uses_;                 // of every operation
+  std::vector<std::size_t> watched_;  // operations whose registers are in flight after them
+  int end_label_ = -1;                // where `ret` of an inlined function goes
 };
 
 }  // namespace gpusim

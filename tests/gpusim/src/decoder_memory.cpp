@@ -20,7 +20,7 @@ void Decoder::declare(const ptx::Variable& v) {
     if (v.count)
       scope.families[v.name] = {v.type, v.count};
     else
-      scope.registers[v.name] = {allocate(width), width};
+      scope.registers[v.name] = new_register(width);
   } else if (v.space == "shared") {
     scope.memory[v.name] = shared_variable(v);
   } else if (v.space == "local" || v.space == "param") {

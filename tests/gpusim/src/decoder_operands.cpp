@@ -32,10 +32,26 @@ Slot* Decoder::list(const std::vector<Slot>& slots) {
 }
 
 Slot Decoder::allocate(int width) {
+  if (width > 1) program_.register_bytes = (program_.register_bytes + 63) & ~63u;  // rows begin with a cache line
   const Slot slot = program_.register_bytes;
-  program_.register_bytes += width == 1 ? 32 : kLanes * width;  // a predicate takes a word; keep rows aligned
+  program_.register_bytes += width == 1 ? sizeof(Mask) : kLanes * width;
   program_.register_count += width > 4 ? width / 4 : 1;
   return slot;
+}
+
+Decoder::Register Decoder::new_register(int width) {
+  if (width == 1) return {allocate(width), width, -1};
+  const auto id = static_cast<int>(log_.widths.size());
+  log_.widths.push_back(width);
+  log_.alone.push_back(false);
+  if (!plan_) return {allocate(width), width, id};
+  program_.register_count += width > 4 ? width / 4 : 1;
+  return {plan_->slots[id], width, id};
+}
+
+void Decoder::note(const Register& r, bool written) {
+  used_.push_back({r.slot, static_cast<std::uint8_t>(r.width), written});
+  if (r.id >= 0) touched_.push_back({0, static_cast<std::uint32_t>(r.id), written});
 }
 
 const Decoder::Register* Decoder::find_register(const std::string& name) {
@@ -48,7 +64,7 @@ const Decoder::Register* Decoder::find_register(const std::string& name) {
       if (family == scope->families.end()) continue;
       if (std::stoi(name.substr(cut)) >= family->second.second) continue;
       const int width = family->second.first == "pred" ? 1 : ptx::bytes_of_type(family->second.first);
-      return &(scope->registers[name] = {allocate(width), width});
+      return &(scope->registers[name] = new_register(width));
     }
   }
   return nullptr;
@@ -62,16 +78,23 @@ int Decoder::register_width(const ptx::Operand& o, int otherwise) {
   return r ? r->width : otherwise;
 }
 
+Slot Decoder::sink(int width) {
+  Slot& slot = sinks_[width];
+  if (slot == 0) slot = allocate(width);
+  return slot;
+}
+
 Slot Decoder::dest(const std::string& name, int width) {
-  if (name == "_") return allocate(width);
+  if (name == "_") return sink(width);
   const Register* r = find_register(name);
   if (!r) fail("'" + name + "' is not a register");
   if (r->width != width) fail(text("'", name, "' has ", r->width * 8, " bits, the instruction writes ", width * 8));
+  note(*r, true);
   return r->slot;
 }
 
 Slot Decoder::predicate(const std::string& name) {
-  if (name == "_" || name.empty()) return allocate(1);
+  if (name == "_" || name.empty()) return sink(1);
   const Register* r = find_register(name);
   if (!r || r->width != 1) fail("'" + name + "' is not a predicate");
   return r->slot;
@@ -94,6 +117,7 @@ Slot Decoder::source(const ptx::Operand& o, int width) {
   if (o.kind != Kind::name) fail("an operand has the wrong form");
   if (const Register* r = find_register(o.name)) {
     if (r->width != width) fail(text("'", o.name, "' has ", r->width * 8, " bits, the instruction reads ", width * 8));
+    note(*r, false);
     return r->slot;
   }
   if (Slot slot; special_register(o.name, width, slot)) return slot;

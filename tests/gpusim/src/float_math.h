@@ -75,6 +75,19 @@ inline float mul_directed(float a, float b, Rounding mode) { return round_float(
 inline float fma_directed(float a, float b, float c, Rounding mode) {
   return sum_directed(static_cast<double>(a) * b, c, mode);
 }
+// The same for fma and one mode, without branches: the nearest, and one step down if that is above the exact value,
+// which is sum + error.
+inline float fma_down(float a, float b, float c) {
+  const float nearest = std::fma(a, b, c);
+  const double product = static_cast<double>(a) * b, addend = c, sum = product + addend;
+  const double part = sum - product, error = (product - (sum - part)) + (addend - part);
+  const std::int32_t bits = std::bit_cast<std::int32_t>(nearest);
+  const std::int32_t below = nearest == 0 ? static_cast<std::int32_t>(0x80000001u) : bits >= 0 ? bits - 1 : bits + 1;
+  const bool too_high = (sum - nearest) + error < 0;
+  const bool cancelled =
+      sum == 0 && std::bit_cast<std::int64_t>(product) < 0 != std::bit_cast<std::int64_t>(addend) < 0;
+  return std::bit_cast<float>(too_high ? below : cancelled ? static_cast<std::int32_t>(0x80000000u) : bits);
+}
 inline double to_odd(double nearest, double residual) {  // residual: exact value minus nearest, any scale
   auto bits = std::bit_cast<std::int64_t>(nearest);
   const bool exact = !(residual < 0 || residual > 0);  // NaN: something was divided by infinity

@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -27,6 +28,17 @@ void check(const Launch& launch) {
   const auto refuse = [&](const std::string& why) { throw Error("kernel " + launch.program->name + ": " + why); };
   const int threads = launch.threads_per_block();
   if (threads < 1 || threads > 1024) refuse(text("a block of ", threads, " threads (1 to 1024)"));
+  if (const int exact = launch.program->exact_threads; exact && threads != exact)
+    refuse(text("a block of ", threads, " threads, but the kernel was compiled for exactly ", exact));
+  const bool bounded = launch.program->bounded_threads || launch.program->max_registers;
+  if (!bounded && threads * kMostRegisters > kRegistersPerBlock && launch.config.checks.launch_bounds) {
+    refuse(text("a block of ", threads, " threads, but the kernel has no launch bounds: with up to ", kMostRegisters,
+                " registers a thread, it may need more than the ", kRegistersPerBlock, " of a block"));
+  }
+  if (const int most = launch.program->max_registers; most * threads > kRegistersPerBlock) {
+    refuse(text("a block of ", threads, " threads with ", most, " registers each (.maxnreg), a block has ",
+                kRegistersPerBlock));
+  }
   if (threads > launch.program->max_threads) {
     refuse(text("a block of ", threads, " threads, but the kernel was compiled for at most ",
                 launch.program->max_threads));
@@ -141,6 +153,13 @@ void run_launch(Launch& launch) {
   const std::lock_guard lock(records_mutex);
   records.push_back(std::move(record));
   if (records.size() > kRecords) records.pop_front();
+}
+
+// As ptxas gives them to a kernel with setmaxnreg: .maxnreg, or as many as the launch bounds leave, in steps of 8.
+int Launch::registers_per_thread() const {
+  if (program->max_registers) return program->max_registers;
+  if (!program->bounded_threads) return 0;
+  return std::min(kRegistersPerBlock / (program->bounded_threads * program->min_blocks) / 8 * 8, kMostRegisters);
 }
 
 std::vector<LaunchRecord> launch_records() {

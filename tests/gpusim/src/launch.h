@@ -14,6 +14,8 @@
 
 namespace gpusim {
 
+constexpr int kRegistersPerBlock = 65536, kMostRegisters = 255;  // of a thread
+
 struct Launch {
   const Program* program = nullptr;
   unsigned grid[3] = {1, 1, 1};
@@ -27,6 +29,7 @@ struct Launch {
   int threads_per_block() const { return static_cast<int>(block[0] * block[1] * block[2]); }
   std::uint64_t blocks() const { return std::uint64_t{grid[0]} * grid[1] * grid[2]; }
   std::uint32_t shared_total() const { return program->dynamic_shared_offset + dynamic_shared; }
+  int registers_per_thread() const;  // when the kernel begins, by its directives; 0: they do not say
 };
 
 // Runs the launch to its end. Throws Error.

@@ -17,6 +17,10 @@ struct Landed {
 };
 
 struct MBarrier {
+  bool valid = true;                     // false: mbarrier.inval ended it
+  int init_warp = 0, init_lane = 0;      // who initialised it, and
+  bool init_fenced = false;              // whether that thread has made it known to the asynchronous proxy
+  int agent = -1;                        // the shadow's name for what copies write on its behalf
   std::uint32_t count = 0;               // arrivals a phase needs
   std::uint32_t pending = 0;             // arrivals the current phase still needs
   std::int64_t bytes = 0;                // announced and not yet arrived

@@ -1,4 +1,5 @@
-// Branches, ends, barriers of the block, and what only takes time.
+// Branches, ends, barriers of the block, fences, and what only takes time.
+#include "async.h"
 #include "block.h"
 #include "handlers.h"
 
@@ -83,6 +84,32 @@ void select_plain(Decoder& d) {
   d.op.run = H;
 }
 
+// fence.proxy.async: what these threads wrote to shared memory can be seen by bulk copies and wgmma once it is handed
+// over, mbarriers they initialised included.
+void fence_proxy(Warp& w, const Op&, Mask m) {
+  if (w.block->shadow) w.block->shadow->fence_proxy(w, m);
+  fence_initializations(w, m);
+}
+
+void fence_init(Warp& w, const Op&, Mask m) { fence_initializations(w, m); }
+
+// Memory of a block is coherent in the simulator: fences within the generic proxy do nothing. What orders is the
+// barrier, mbarrier or __syncwarp beside them.
+void select_fence(Decoder& d) {
+  d.kind = Class::synchronization;
+  d.ignore({"sc", "acq_rel", "acquire", "release", "cta", "gpu", "sys", "gl", "cluster", "sync_restrict::shared::cta",
+            "sync_restrict::shared::cluster"});
+  d.op.run = nothing;
+  if (d.take("mbarrier_init")) d.op.run = fence_init;
+  if (!d.take("proxy")) return;
+  const std::string_view which =
+      d.take_any({"async", "async::generic", "alias", "tensormap", "tensormap::generic", "generic"});
+  const bool only_global = d.take("global");
+  d.ignore({"shared::cta", "shared::cluster", "generic"});
+  const bool from_async = which == "async::generic" && d.opcode_has("acquire");
+  if (which.substr(0, 5) == "async" && !only_global && !from_async) d.op.run = fence_proxy;
+}
+
 // A cluster has one block: its barrier is the barrier of the block, split in two.
 void cluster_arrive(Warp& w, const Op&, Mask) { w.gather(w.live); }
 void cluster_wait(Warp& w, const Op&, Mask) {
@@ -108,6 +135,8 @@ void add_control(InstructionTable& t) {
   t["nanosleep"] = select_plain<sleep>;
   t["griddepcontrol"] = select_plain<nothing>;
   t["pmevent"] = select_plain<nothing>;
+  t["membar"] = select_fence;
+  t["fence"] = select_fence;
   t["bar"] = select_bar;
   t["barrier"] = select_cluster_barrier;
 }

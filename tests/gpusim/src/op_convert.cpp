@@ -216,7 +216,65 @@ void pack_f16_nearest(Warp& w, const Op& op, Mask m) {
       w.reg<std::uint32_t>(op.d), w.reg<float>(op.a), w.reg<float>(op.b));
 }
 
+void float_to_bfloat(Warp& w, const Op& op, Mask m) {
+  map_lanes(m, [](float a) { return to_bfloat(a).bits; }, w.reg<std::uint16_t>(op.d), w.reg<float>(op.a));
+}
+void bfloat_to_float(Warp& w, const Op& op, Mask m) {
+  map_lanes(m, [](std::uint16_t a) { return to_float(BFloat{a}); }, w.reg<float>(op.d), w.reg<std::uint16_t>(op.a));
+}
+
+// Low bits of a register twice as wide
+void truncate_64(Warp& w, const Op& op, Mask m) {
+  map_lanes(
+      m, [](std::uint64_t a) { return static_cast<std::uint32_t>(a); }, w.reg<std::uint32_t>(op.d),
+      w.reg<std::uint64_t>(op.a));
+}
+
+template <bool Ftz>
+void saturate_handler(Warp& w, const Op& op, Mask m) {
+  map_lanes(m, [](float a) { return saturate(Ftz ? flush(a) : a); }, w.reg<float>(op.d), w.reg<float>(op.a));
+}
+
+// fp32 to an integer in fp32
+template <Rounding Mode, bool Ftz>
+void round_handler(Warp& w, const Op& op, Mask m) {
+  map_lanes(
+      m,
+      [](float a) {
+        const float x = Ftz ? flush(a) : a;
+        const float r = Mode == Rounding::nearest_even ? std::nearbyint(x)
+                        : Mode == Rounding::zero       ? std::trunc(x)
+                        : Mode == Rounding::down       ? std::floor(x)
+                                                       : std::ceil(x);
+        return Ftz ? flush(r) : r;
+      },
+      w.reg<float>(op.d), w.reg<float>(op.a));
+}
+template <bool Ftz>
+Handler for_rounding(Rounding mode) {
+  switch (mode) {
+    case Rounding::nearest_even: return round_handler<Rounding::nearest_even, Ftz>;
+    case Rounding::zero: return round_handler<Rounding::zero, Ftz>;
+    case Rounding::down: return round_handler<Rounding::down, Ftz>;
+    case Rounding::up: return round_handler<Rounding::up, Ftz>;
+    default: return nullptr;
+  }
+}
+
 // tf32: fp32 with 10 bits of mantissa
+template <Rounding Mode>
+void tf32_plain(Warp& w, const Op& op, Mask m) {
+  map_lanes(
+      m,
+      [](std::uint32_t a) {
+        const std::uint32_t half = Mode == Rounding::nearest_away   ? 0x1000u
+                                   : Mode == Rounding::nearest_even ? 0xfffu + (a >> 13 & 1)
+                                                                    : 0u;
+        return (a & 0x7fffffffu) > 0x7f800000u ? 0x7fffffffu : (a + half) & 0xffffe000u;
+      },
+      w.reg<std::uint32_t>(op.d), w.reg<std::uint32_t>(op.a));
+}
+
 void tf32_handler(Warp& w, const Op& op, Mask m) {
   const auto mode = static_cast<Rounding>(op.mode);
   const bool relu = op.flags & kRelu, finite = op.flags & kSatFinite;
@@ -256,7 +314,12 @@ void select_cvt(Decoder& d) {
   if (to == Type::tf32) {
     d.op.d = d.dest(0, 4);
     d.op.a = d.source(1, 4);
-    d.op.run = tf32_handler;
+    const auto mode = static_cast<Rounding>(d.op.mode);
+    d.op.run = d.op.flags                       ? tf32_handler
+               : mode == Rounding::nearest_away ? tf32_plain<Rounding::nearest_away>
+               : mode == Rounding::nearest_even ? tf32_plain<Rounding::nearest_even>
+               : mode == Rounding::zero         ? tf32_plain<Rounding::zero>
+                                                : tf32_handler;
     return;
   }
   d.op.run = conversion(to, from);
@@ -270,6 +333,16 @@ void select_cvt(Decoder& d) {
   if (d.op.mode == 0 && d.op.flags == 0) {
     if (to == Type::f16 && from == Type::f32) d.op.run = float_to_half;
     if (to == Type::f32 && from == Type::f16) d.op.run = half_to_float;
+    if (to == Type::bf16 && from == Type::f32 && to_width == 2) d.op.run = float_to_bfloat;
+    if (to == Type::f32 && from == Type::bf16 && from_width == 2) d.op.run = bfloat_to_float;
+  }
+  const bool words = (to == Type::u32 || to == Type::s32) && (from == Type::u64 || from == Type::s64);
+  if (words && to_width == 4 && from_width == 8 && !(d.op.flags & kSat)) d.op.run = truncate_64;
+  if (to == Type::f32 && from == Type::f32 && d.op.flags == kSat) d.op.run = saturate_handler<false>;
+  if (to == Type::f32 && from == Type::f32 && d.op.flags == (kSat | kFtz)) d.op.run = saturate_handler<true>;
+  if (to == Type::f32 && from == Type::f32 && (d.op.flags & ~kFtz) == kToInteger) {
+    const auto mode = static_cast<Rounding>(d.op.mode);
+    if (const Handler h = d.op.flags & kFtz ? for_rounding<true>(mode) : for_rounding<false>(mode)) d.op.run = h;
   }
 }
 

@@ -16,6 +16,10 @@ namespace {
 void land(PendingCopy& copy, Mask lanes) {
   if (copy.landed) return;
   for_each_lane(lanes & copy.lanes, [&](int l) {
+    if (copy.from_bytes[l] == 16) {  // by far the most
+      std::memcpy(copy.to[l], copy.from[l], 16);
+      return;
+    }
     std::memcpy(copy.to[l], copy.from[l], copy.from_bytes[l]);
     std::memset(copy.to[l] + copy.from_bytes[l], 0, copy.bytes - copy.from_bytes[l]);
   });
@@ -38,7 +42,7 @@ const std::byte* global_bytes(Warp& w, int lane, std::uint64_t address, unsigned
 void copy_async(Warp& w, const Op& op, Mask m) {
   const Slot shared = op.list[0];
   const auto shared_offset = static_cast<std::int32_t>(op.list[1]);
-  PendingCopy copy;
+  PendingCopy& copy = w.copies.emplace_back();
   copy.lanes = m;
   copy.bytes = op.size;
   const auto* from_bytes = w.reg<std::uint32_t>(op.c);
@@ -78,7 +82,6 @@ void copy_async(Warp& w, const Op& op, Mask m) {
     land(copy, m);
     copy.landed = true;
   }
-  w.copies.push_back(copy);
 }
 
 void select_cp(Decoder& d) {
@@ -126,17 +129,24 @@ void select_cp(Decoder& d) {
 }  // namespace
 
 void complete_copies(Warp& w, Mask m, std::uint32_t newer_groups_left) {
+  bool any = false;
   for (PendingCopy& copy : w.copies) {
-    Mask ready = 0;
-    for_each_lane(m & copy.lanes,
-                  [&](int l) { ready |= static_cast<Mask>(copy.group[l] + newer_groups_left < w.copy_group[l]) << l; });
+    const Mask ready =
+        m & copy.lanes &
+        lanes_where([&](std::uint32_t group, std::uint32_t now) { return group + newer_groups_left < now; },
+                    copy.group.data(), w.copy_group.data());
+    if (ready == 0) continue;
+    any = true;
     land(copy, ready);
     copy.lanes &= ~ready;
     if (!w.block->shadow) continue;
-    for_each_lane(ready, [&](int l) {
-      w.block->shadow->arrived(w, l, static_cast<std::uint32_t>(copy.to[l] - w.block->shared), copy.bytes);
-    });
+    std::array<std::uint32_t, kLanes> offsets;
+    for (int l = 0; l < kLanes; ++l)
+      offsets[l] = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(copy.to[l]) -
+                                              reinterpret_cast<std::uintptr_t>(w.block->shared));
+    w.block->shadow->arrived(w, ready, offsets.data(), copy.bytes);
   }
+  if (!any) return;
   std::erase_if(w.copies, [](const PendingCopy& copy) { return copy.lanes == 0; });
 }
 

@@ -69,6 +69,10 @@ void directed_handler(Warp& w, const Op& op, Mask m) {
       w.reg<T>(op.d), w.reg<T>(op.a), w.reg<T>(op.b), w.reg<T>(op.c));
 }
 
+void fma_down_handler(Warp& w, const Op& op, Mask m) {  // of the exponential function of CUDA
+  map_lanes(m, fma_down, w.reg<float>(op.d), w.reg<float>(op.a), w.reg<float>(op.b), w.reg<float>(op.c));
+}
+
 template <Fn F>
 void select_fn(Decoder& d) {
   const bool approximate = d.take("approx") || d.take("full");
@@ -85,7 +89,7 @@ void select_fn(Decoder& d) {
   if (type == Type::f64) {
     d.op.run = plain ? nearest_handler<F, double, false, false> : directed_handler<F, double>;
   } else if (!plain) {
-    d.op.run = directed_handler<F, float>;
+    d.op.run = F == Fn::fma && mode == Rounding::down && !ftz && !sat ? fma_down_handler : directed_handler<F, float>;
   } else if (ftz) {
     d.op.run = sat ? nearest_handler<F, float, true, true> : nearest_handler<F, float, true, false>;
   } else {

@@ -4,13 +4,14 @@
 #include "access.h"
 #include "block.h"
 #include "handlers.h"
+#include "matrix_rows.h"
 
 namespace gpusim {
 
 namespace {
 
 // ldmatrix: lane l gives the address of row l % 8 of matrix l / 8; lane l receives elements (l / 4, 2 (l % 4) + {0,
-// 1}).
+// 1}): a register, lane by lane, is the matrix row by row.
 template <bool Transposed>
 void load_matrix(Warp& w, const Op& op, Mask m) {
   if (!w.gather(w.live)) return;
@@ -22,15 +23,11 @@ void load_matrix(Warp& w, const Op& op, Mask m) {
   Pointers p;
   resolve(w, op.space, givers, addresses, 16, AccessKind::matrix_read, p);
   for (int j = 0; j < op.count; ++j) {
-    std::uint16_t tile[8][8];
-    for (int r = 0; r < 8; ++r) std::memcpy(tile[r], p[8 * j + r], 16);
-    auto* d = w.reg<std::uint32_t>(op.list[j]);
-    for (int l = 0; l < kLanes; ++l) {
-      const int row = l / 4, col = 2 * (l % 4);
-      const std::uint32_t low = Transposed ? tile[col][row] : tile[row][col];
-      const std::uint32_t high = Transposed ? tile[col + 1][row] : tile[row][col + 1];
-      d[l] = low | high << 16;
-    }
+    Row16 tile[8];
+    for (int r = 0; r < 8; ++r) tile[r] = load_row<Row16>(p[8 * j + r]);
+    if constexpr (Transposed) transpose(tile);
+    auto* d = w.reg<std::uint16_t>(op.list[j]);
+    for (int r = 0; r < 8; ++r) store_row(d + 8 * r, tile[r]);
   }
 }
 
@@ -46,19 +43,16 @@ void store_matrix(Warp& w, const Op& op, Mask m) {
   resolve(w, op.space, givers, addresses, 16, AccessKind::matrix_write, p);
   const Mask contested = w.contested;
   for (int j = 0; j < op.count; ++j) {
-    std::uint16_t tile[8][8];
-    const auto* s = w.reg<std::uint32_t>(op.list[j]);
-    for (int l = 0; l < kLanes; ++l) {
-      const int row = l / 4, col = 2 * (l % 4);
-      (Transposed ? tile[col][row] : tile[row][col]) = static_cast<std::uint16_t>(s[l]);
-      (Transposed ? tile[col + 1][row] : tile[row][col + 1]) = static_cast<std::uint16_t>(s[l] >> 16);
-    }
+    Row16 tile[8];
+    const auto* s = w.reg<std::uint16_t>(op.list[j]);
+    for (int r = 0; r < 8; ++r) tile[r] = load_row<Row16>(s + 8 * r);
+    if constexpr (Transposed) transpose(tile);
     for (int r = 0; r < 8; ++r) {
       const int giver = 8 * j + r;
       // another thread wrote here at the same time: fine if it was the same
-      if ((contested >> giver & 1) && std::memcmp(p[giver], tile[r], 16) != 0)
+      if ((contested >> giver & 1) && std::memcmp(p[giver], &tile[r], 16) != 0)
         w.block->shadow->refuse_write(w, giver, static_cast<std::uint32_t>(p[giver] - w.block->shared));
-      std::memcpy(p[giver], tile[r], 16);
+      store_row(p[giver], tile[r]);
     }
   }
 }
@@ -90,120 +84,59 @@ void select_matrix(Decoder& d) {
 //   A (16 x 16): registers 0 to 3 are the tiles at (0, 0), (8, 0), (0, 8), (8, 8).
 //   B (16 x 8): registers 0 and 1 are the tiles at k = 0 and k = 8, their rows being the columns of B.
 //   C (16 x 8): registers 2 i and 2 i + 1 hold the even and the odd columns of the tile at row 8 i.
-using Row = float __attribute__((vector_size(32)));
-using HalfRow = float __attribute__((vector_size(16)));
+// Inside, the columns of B and C stand in the order of the registers of C: first the even ones.
+constexpr int kColumns[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-struct Tile {
-  Row row[8];
-};
-
-template <class H>
-Row halves_to_row(const std::uint16_t* from) {
-  if constexpr (std::is_same_v<H, BFloat>) {
-    std::uint32_t bits[8];
-    for (int i = 0; i < 8; ++i) bits[i] = static_cast<std::uint32_t>(from[i]) << 16;
-    return std::bit_cast<Row>(bits);
-  }
-#if defined(__F16C__)
-  return std::bit_cast<Row>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#else
-  float values[8];
-  for (int i = 0; i < 8; ++i) values[i] = to_float(H{from[i]});
-  return std::bit_cast<Row>(values);
-#endif
-}
-
-template <class H>
-Tile read_tile(Warp& w, Slot slot) {
-  const auto* halves = w.reg<std::uint16_t>(slot);
-  Tile t;
-  for (int r = 0; r < 8; ++r) t.row[r] = halves_to_row<H>(halves + 8 * r);
-  return t;
-}
-
-Tile transpose(const Tile& t) {
-  Row a[8], b[8];
-  for (int i = 0; i < 4; ++i) {
-    a[2 * i] = __builtin_shufflevector(t.row[2 * i], t.row[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-    a[2 * i + 1] = __builtin_shufflevector(t.row[2 * i], t.row[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      b[i + j] = __builtin_shufflevector(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      b[i + j + 2] = __builtin_shufflevector(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+// c += a b for 16 rows, in the order of k. Products of two numbers of at most 11 bits are exact in fp32.
+template <int K>
+[[gnu::always_inline]] inline void multiply(const float (&a)[16][K], const Row (&b)[K], Row (&c)[16]) {
+  for (int i = 0; i < 16; i += 8) {
+    Row c0 = c[i], c1 = c[i + 1], c2 = c[i + 2], c3 = c[i + 3];
+    Row c4 = c[i + 4], c5 = c[i + 5], c6 = c[i + 6], c7 = c[i + 7];
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) {
+      c0 = fused(a[i][k], b[k], c0);
+      c1 = fused(a[i + 1][k], b[k], c1);
+      c2 = fused(a[i + 2][k], b[k], c2);
+      c3 = fused(a[i + 3][k], b[k], c3);
+      c4 = fused(a[i + 4][k], b[k], c4);
+      c5 = fused(a[i + 5][k], b[k], c5);
+      c6 = fused(a[i + 6][k], b[k], c6);
+      c7 = fused(a[i + 7][k], b[k], c7);
     }
-  }
-  Tile out;
-  for (int i = 0; i < 4; ++i) {
-    out.row[i] = __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    out.row[i + 4] = __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-  return out;
-}
-
-// Even and odd columns of a tile of 32-bit elements
-Tile join_columns(const float* even, const float* odd) {
-  Tile t;
-  for (int g = 0; g < 8; ++g) {
-    HalfRow e, o;
-    std::memcpy(&e, even + 4 * g, sizeof e);
-    std::memcpy(&o, odd + 4 * g, sizeof o);
-    t.row[g] = __builtin_shufflevector(e, o, 0, 4, 1, 5, 2, 6, 3, 7);
-  }
-  return t;
-}
-
-void split_columns(const Tile& t, float* even, float* odd) {
-  for (int g = 0; g < 8; ++g) {
-    const HalfRow e = __builtin_shufflevector(t.row[g], t.row[g], 0, 2, 4, 6),
-                  o = __builtin_shufflevector(t.row[g], t.row[g], 1, 3, 5, 7);
-    std::memcpy(even + 4 * g, &e, sizeof e);
-    std::memcpy(odd + 4 * g, &o, sizeof o);
+    c[i] = c0, c[i + 1] = c1, c[i + 2] = c2, c[i + 3] = c3;
+    c[i + 4] = c4, c[i + 5] = c5, c[i + 6] = c6, c[i + 7] = c7;
   }
 }
 
-// c += a b, in the order of k. Products of two numbers of at most 11 bits are exact in fp32, so that a product and a
-// sum are one rounding.
-[[gnu::always_inline]] inline void multiply_tile(const Tile& a, const Tile& b, Tile& c, int depth) {
-  for (int i = 0; i < 8; i += 4) {
-    Row c0 = c.row[i], c1 = c.row[i + 1], c2 = c.row[i + 2], c3 = c.row[i + 3];
-    for (int k = 0; k < depth; ++k) {
-      c0 += a.row[i][k] * b.row[k];
-      c1 += a.row[i + 1][k] * b.row[k];
-      c2 += a.row[i + 2][k] * b.row[k];
-      c3 += a.row[i + 3][k] * b.row[k];
-    }
-    c.row[i] = c0, c.row[i + 1] = c1, c.row[i + 2] = c2, c.row[i + 3] = c3;
-  }
-}
-
-// The accumulator of 16 rows: two tiles. As halves, a register is a tile.
+// The accumulator of 16 rows. As halves, a register is a tile.
 template <bool HalfAccumulator>
-void read_c(Warp& w, const Slot* slots, Tile (&c)[2]) {
-  for (int i = 0; i < 2; ++i) {
-    if constexpr (HalfAccumulator)
-      c[i] = read_tile<Half>(w, slots[i]);
-    else
-      c[i] = join_columns(w.reg<float>(slots[2 * i]), w.reg<float>(slots[2 * i + 1]));
-  }
-}
-
-template <bool HalfAccumulator>
-void write_d(Warp& w, const Slot* slots, const Tile (&d)[2]) {
-  for (int i = 0; i < 2; ++i) {
+[[gnu::always_inline]] inline void read_c(Warp& w, const Slot* slots, Row (&c)[16]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
     if constexpr (HalfAccumulator) {
-      auto* halves = w.reg<std::uint16_t>(slots[i]);
-      for (int h = 0; h < 64; ++h) halves[h] = to_half(d[i].row[h / 8][h % 8]).bits;
+      const Row row = widen<Half>(load_row<Row16>(w.reg<std::uint16_t>(slots[i / 8]) + i % 8 * 8));
+      c[i] = __builtin_shufflevector(row, row, 0, 2, 4, 6, 1, 3, 5, 7);
     } else {
-      split_columns(d[i], w.reg<float>(slots[2 * i]), w.reg<float>(slots[2 * i + 1]));
+      const auto even = load_row<HalfRow>(w.reg<float>(slots[i / 8 * 2]) + i % 8 * 4),
+                 odd = load_row<HalfRow>(w.reg<float>(slots[i / 8 * 2 + 1]) + i % 8 * 4);
+      c[i] = __builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7);
     }
   }
 }
 
-// The tensor core reads the upper 19 bits of an fp32 register as tf32. Lane l: row l / 4, column l % 4.
-void read_tf32(Warp& w, Slot slot, Tile& t, int first_column) {
-  const auto* r = w.reg<std::uint32_t>(slot);
-  for (int l = 0; l < kLanes; ++l) t.row[l / 4][first_column + l % 4] = std::bit_cast<float>(r[l] & 0xffffe000u);
+template <bool HalfAccumulator>
+[[gnu::always_inline]] inline void write_d(Warp& w, const Slot* slots, const Row (&d)[16]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if constexpr (HalfAccumulator) {
+      const Row row = __builtin_shufflevector(d[i], d[i], 0, 4, 1, 5, 2, 6, 3, 7);
+      store_row(w.reg<std::uint16_t>(slots[i / 8]) + i % 8 * 8, narrow_to_half(row));
+    } else {
+      store_row(w.reg<float>(slots[i / 8 * 2]) + i % 8 * 4, __builtin_shufflevector(d[i], d[i], 0, 1, 2, 3));
+      store_row(w.reg<float>(slots[i / 8 * 2 + 1]) + i % 8 * 4, __builtin_shufflevector(d[i], d[i], 4, 5, 6, 7));
+    }
+  }
 }
 
 struct Place {
@@ -221,30 +154,49 @@ template <class H, int K, bool HalfAccumulator>
 void mma_half(Warp& w, const Op& op, Mask m) {
   if (!whole_warp(w, m)) return;
   constexpr int a_regs = K / 4, b_regs = K / 8, c_regs = HalfAccumulator ? 2 : 4;
-  const Slot *a = op.list + c_regs, *b = a + a_regs;
-  Tile c[2];
-  read_c<HalfAccumulator>(w, b + b_regs, c);
-  for (int k = 0; k < b_regs; ++k) {
-    const Tile columns = transpose(read_tile<H>(w, b[k]));
-    for (int i = 0; i < 2; ++i) multiply_tile(read_tile<H>(w, a[2 * k + i]), columns, c[i], 8);
+  const Slot *a_slots = op.list + c_regs, *b_slots = a_slots + a_regs;
+  alignas(32) float a[16][K];
+  for (int i = 0; i < a_regs; ++i) {
+    const auto* halves = w.reg<std::uint16_t>(a_slots[i]);
+    for (int r = 0; r < 8; ++r) store_row(a[8 * (i & 1) + r] + 8 * (i >> 1), widen<H>(load_row<Row16>(halves + 8 * r)));
   }
+  Row b[K], c[16];
+  for (int i = 0; i < b_regs; ++i) {
+    Row16 tile[8];
+    for (int j = 0; j < 8; ++j) tile[j] = load_row<Row16>(w.reg<std::uint16_t>(b_slots[i]) + 8 * kColumns[j]);
+    transpose(tile);
+    for (int k = 0; k < 8; ++k) b[8 * i + k] = widen<H>(tile[k]);
+  }
+  read_c<HalfAccumulator>(w, b_slots + b_regs, c);
+  multiply<K>(a, b, c);
   write_d<HalfAccumulator>(w, op.list, c);
+}
+
+// The tensor core reads the upper 19 bits of an fp32 register as tf32. Row r of a register: four columns.
+[[gnu::always_inline]] inline HalfRow read_tf32(Warp& w, Slot slot, int r) {
+  using Bits = std::uint32_t __attribute__((vector_size(16)));
+  return std::bit_cast<HalfRow>(load_row<Bits>(w.reg<std::uint32_t>(slot) + 4 * r) & 0xffffe000u);
 }
 
 // m16n8k8: a_i (g + 8 (i & 1), t + 4 (i >> 1)), b_i (t + 4 i, g); m16n8k4: the first half of it
 template <int K>
 void mma_tf32(Warp& w, const Op& op, Mask m) {
   if (!whole_warp(w, m)) return;
-  const Slot *a = op.list + 4, *b = a + K / 2;
-  Tile c[2], rows[2], columns;
-  for (int i = 0; i < K / 4; ++i) {
-    read_tf32(w, a[2 * i], rows[0], 4 * i);
-    read_tf32(w, a[2 * i + 1], rows[1], 4 * i);
-    read_tf32(w, b[i], columns, 4 * i);
+  const Slot *a_slots = op.list + 4, *b_slots = a_slots + K / 2;
+  alignas(32) float a[16][K];
+  for (int i = 0; i < K / 2; ++i) {
+    for (int r = 0; r < 8; ++r) store_row(a[8 * (i & 1) + r] + 4 * (i >> 1), read_tf32(w, a_slots[i], r));
   }
-  read_c<false>(w, b + K / 4, c);
-  columns = transpose(columns);
-  for (int i = 0; i < 2; ++i) multiply_tile(rows[i], columns, c[i], K);
+  Row columns[8], b[K], c[16];
+  for (int j = 0; j < 8; ++j) {
+    const HalfRow low = read_tf32(w, b_slots[0], kColumns[j]),
+                  high = K == 8 ? read_tf32(w, b_slots[1], kColumns[j]) : low;
+    columns[j] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+  }
+  transpose(columns);
+  for (int k = 0; k < K; ++k) b[k] = columns[k];
+  read_c<false>(w, b_slots + K / 4, c);
+  multiply<K>(a, b, c);
   write_d<false>(w, op.list, c);
 }
 

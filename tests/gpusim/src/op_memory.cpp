@@ -1,4 +1,4 @@
-// ld and st of all spaces and vector lengths, prefetch and fences.
+// ld and st of all spaces and vector lengths, and prefetch.
 #include "access.h"
 #include "block.h"
 #include "handlers.h"
@@ -7,12 +7,49 @@ namespace gpusim {
 
 namespace {
 
+// All lanes side by side in memory, N elements each.
+template <class T, int N>
+void load_linear(Warp& w, const Slot* slots, const std::byte* from) {
+  T values[kLanes * N];
+  std::memcpy(values, from, sizeof values);
+  for (int e = 0; e < N; ++e) {
+    T* d = w.reg<T>(slots[e]);
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) d[l] = values[l * N + e];
+  }
+}
+
+template <class T, int N>
+void store_linear(Warp& w, const Slot* slots, std::byte* to) {
+  T values[kLanes * N];
+  for (int e = 0; e < N; ++e) {
+    const T* s = w.reg<T>(slots[e]);
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) values[l * N + e] = s[l];
+  }
+  std::memcpy(to, values, sizeof values);
+}
+
+// Calls f with the number of elements as a constant; false if there are none such.
+template <class F>
+bool with_count(int count, F f) {
+  switch (count) {
+    case 1: f.template operator()<1>(); return true;
+    case 2: f.template operator()<2>(); return true;
+    case 4: f.template operator()<4>(); return true;
+    default: return false;
+  }
+}
+
 // Register type R holds a memory element of type M, extended.
 template <class M, class R>
 void load(Warp& w, const Op& op, Mask m) {
   Pointers p;
-  operand_pointers(w, op, m, sizeof(M) * op.count, AccessKind::read, p);
+  const bool linear = operand_pointers(w, op, m, sizeof(M) * op.count, AccessKind::read, p);
   const Slot* slots = op.count == 1 ? &op.d : op.list;
+  if constexpr (std::is_same_v<M, R>) {
+    if (linear && with_count(op.count, [&]<int N>() { load_linear<M, N>(w, slots, p[0]); })) return;
+  }
   for (int e = 0; e < op.count; ++e) {
     R* d = w.reg<R>(slots[e]);
     for_each_lane(m, [&](int l) {
@@ -20,6 +57,20 @@ void load(Warp& w, const Op& op, Mask m) {
       std::memcpy(&value, p[l] + e * sizeof(M), sizeof(M));
       d[l] = static_cast<R>(value);
     });
+  }
+}
+
+// Parameters of the kernel: one address for all lanes.
+template <class M, class R>
+void load_parameter(Warp& w, const Op& op, Mask m) {
+  const std::uint64_t* base = w.reg<std::uint64_t>(op.a);
+  const auto* from = reinterpret_cast<const std::byte*>(base[__builtin_ctz(m)] + static_cast<std::uint64_t>(op.imm));
+  const Slot* slots = op.count == 1 ? &op.d : op.list;
+  for (int e = 0; e < op.count; ++e) {
+    M value;
+    std::memcpy(&value, from + e * sizeof(M), sizeof(M));
+    R* d = w.reg<R>(slots[e]);
+    for_each_lane(m, [&](int l) { d[l] = static_cast<R>(value); });
   }
 }
 
@@ -43,9 +94,12 @@ void refuse_other_values(Warp& w, const Op& op, const Slot* slots, const Pointer
 template <class M, class R>
 void store(Warp& w, const Op& op, Mask m) {
   Pointers p;
-  operand_pointers(w, op, m, sizeof(M) * op.count, AccessKind::write, p);
+  const bool linear = operand_pointers(w, op, m, sizeof(M) * op.count, AccessKind::write, p);
   const Slot* slots = op.count == 1 ? &op.d : op.list;
   if (w.contested) refuse_other_values<M, R>(w, op, slots, p);
+  if constexpr (std::is_same_v<M, R>) {
+    if (linear && with_count(op.count, [&]<int N>() { store_linear<M, N>(w, slots, p[0]); })) return;
+  }
   for (int e = 0; e < op.count; ++e) {
     const R* d = w.reg<R>(slots[e]);
     for_each_lane(m, [&](int l) {
@@ -59,42 +113,51 @@ struct Wide128 {
   std::uint64_t low, high;
 };
 
-template <bool Store, class M>
+enum class Way { load, store, parameter };
+
+template <Way W, class M, class R>
+Handler handler() {
+  if constexpr (W == Way::load) return load<M, R>;
+  if constexpr (W == Way::store) return store<M, R>;
+  if constexpr (W == Way::parameter) return load_parameter<M, R>;
+}
+
+template <Way W, class M>
 Handler for_register(int width) {
   switch (width) {
     case 2:
       if constexpr (sizeof(M) <= 2)
-        return Store ? store<M, std::uint16_t> : load<M, std::uint16_t>;
+        return handler<W, M, std::uint16_t>();
       else
         return nullptr;
     case 4:
       if constexpr (sizeof(M) <= 4)
-        return Store ? store<M, std::uint32_t> : load<M, std::uint32_t>;
+        return handler<W, M, std::uint32_t>();
       else
         return nullptr;
-    case 8: return Store ? store<M, std::uint64_t> : load<M, std::uint64_t>;
+    case 8: return handler<W, M, std::uint64_t>();
     default: return nullptr;
   }
 }
 
-template <bool Store>
+template <Way W>
 Handler memory_handler(Type type, int width) {
   switch (type) {
     case Type::u8:
-    case Type::b8: return for_register<Store, std::uint8_t>(width);
-    case Type::s8: return for_register<Store, std::int8_t>(width);
-    case Type::s16: return for_register<Store, std::int16_t>(width);
+    case Type::b8: return for_register<W, std::uint8_t>(width);
+    case Type::s8: return for_register<W, std::int8_t>(width);
+    case Type::s16: return for_register<W, std::int16_t>(width);
     case Type::u16:
     case Type::b16:
     case Type::f16:
-    case Type::bf16: return for_register<Store, std::uint16_t>(width);
-    case Type::s32: return for_register<Store, std::int32_t>(width);
+    case Type::bf16: return for_register<W, std::uint16_t>(width);
+    case Type::s32: return for_register<W, std::int32_t>(width);
     case Type::b64:
     case Type::u64:
     case Type::s64:
-    case Type::f64: return for_register<Store, std::uint64_t>(width);
-    case Type::b128: return width == 16 ? (Store ? store<Wide128, Wide128> : load<Wide128, Wide128>) : nullptr;
-    default: return for_register<Store, std::uint32_t>(width);
+    case Type::f64: return for_register<W, std::uint64_t>(width);
+    case Type::b128: return width == 16 ? handler<W, Wide128, Wide128>() : nullptr;
+    default: return for_register<W, std::uint32_t>(width);
   }
 }
 
@@ -118,7 +181,9 @@ void select_memory(Decoder& d) {
   for (const ptx::Operand* part : parts) slots.push_back(Store ? d.source(*part, width) : d.dest(part->name, width));
   d.op.d = slots[0];
   d.op.list = d.list(slots);
-  d.op.run = memory_handler<Store>(type, width);
+  const bool parameter = !Store && d.op.space == Space::param && !d.is_register(d.operand(address).name);
+  d.op.run = parameter ? memory_handler<Way::parameter>(type, width)
+                       : memory_handler<Store ? Way::store : Way::load>(type, width);
   if (!d.op.run) d.fail("a register of the wrong size");
   d.kind = d.op.space == Space::shared ? (Store ? Class::store_shared : Class::load_shared)
            : d.op.space == Space::global || d.op.space == Space::generic
@@ -133,31 +198,6 @@ void select_nothing(Decoder& d) {
   d.ignore({"global", "shared", "local", "generic", "const", "tensormap", "L1", "L2", "b8", "b64", "b32", "u64"});
   d.op.run = nothing;
   d.kind = Class::other_memory;
-}
-
-void select_fence(Decoder& d) {
-  d.ignore({"sc",
-            "acq_rel",
-            "acquire",
-            "release",
-            "cta",
-            "gpu",
-            "sys",
-            "gl",
-            "cluster",
-            "proxy",
-            "alias",
-            "async",
-            "shared::cta",
-            "global",
-            "mbarrier_init",
-            "generic",
-            "tensormap::generic",
-            "async::generic",
-            "sync_restrict::shared::cta",
-            "sync_restrict::shared::cluster"});
-  d.op.run = nothing;
-  d.kind = Class::synchronization;
 }
 
 }  // namespace
@@ -181,8 +221,6 @@ void add_memory(InstructionTable& t) {
   t["prefetchu"] = select_nothing;
   t["applypriority"] = select_nothing;
   t["discard"] = select_nothing;
-  t["membar"] = select_fence;
-  t["fence"] = select_fence;
 }
 
 }  // namespace gpusim

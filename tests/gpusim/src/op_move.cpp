@@ -59,6 +59,19 @@ void unpack_halves(Warp& w, const Op& op, Mask m) {
       m, [](std::uint32_t x) { return static_cast<std::uint16_t>(x >> 16); }, w.reg<std::uint16_t>(op.list[1]), a);
 }
 
+void pack_words(Warp& w, const Op& op, Mask m) {
+  map_lanes(
+      m, [](std::uint32_t low, std::uint32_t high) { return std::uint64_t{high} << 32 | low; },
+      w.reg<std::uint64_t>(op.d), w.reg<std::uint32_t>(op.list[0]), w.reg<std::uint32_t>(op.list[1]));
+}
+
+void unpack_words(Warp& w, const Op& op, Mask m) {
+  const auto* a = w.reg<std::uint64_t>(op.a);  // a register of another width: none of the destinations
+  map_lanes(m, [](std::uint64_t x) { return static_cast<std::uint32_t>(x); }, w.reg<std::uint32_t>(op.list[0]), a);
+  map_lanes(
+      m, [](std::uint64_t x) { return static_cast<std::uint32_t>(x >> 32); }, w.reg<std::uint32_t>(op.list[1]), a);
+}
+
 // A clock that counts the operations of the block.
 template <class T>
 void read_clock(Warp& w, const Op& op, Mask m) {
@@ -86,16 +99,18 @@ void select_mov(Decoder& d) {
       slots.push_back(i == 0 ? d.dest(part->name, d.op.size) : d.source(*part, d.op.size));
     }
     d.op.list = d.list(slots);
-    return d.op.count == 2 && d.op.size == 2;
+    return d.op.count == 2 ? d.op.size : 0;
   };
   if (d.operand(1).kind == Kind::list) {
     d.op.d = d.dest(0, width);
-    d.op.run = vector(1) ? pack_halves : pack;
+    const int size = vector(1);
+    d.op.run = size == 2 ? pack_halves : size == 4 ? pack_words : pack;
     return;
   }
   if (d.operand(0).kind == Kind::list) {
     d.op.a = d.source(1, width);
-    d.op.run = vector(0) ? unpack_halves : unpack;
+    const int size = vector(0);
+    d.op.run = size == 2 ? unpack_halves : size == 4 ? unpack_words : unpack;
     return;
   }
   d.op.d = d.dest(0, width);

@@ -30,7 +30,8 @@ struct Bulk {
   unsigned width;
 };
 
-// Calls f(global address or 0 when outside, offset in the tile, bytes) for every element of the tile.
+// Calls f(global address or 0 when outside, offset in the tile, bytes) for every piece of the tile: 16 bytes where they
+// lie side by side inside the tensor, else an element.
 template <class F>
 void for_tile(const Bulk& b, F f) {
   const TensorMap& m = b.map;
@@ -43,8 +44,13 @@ void for_tile(const Bulk& b, F f) {
       inside &= at >= 0 && at <= m.dims[i];
       address += static_cast<std::uint64_t>(at) * (i ? m.strides[i - 1] : m.element_bytes);
     }
-    f(inside ? address : 0, offset, m.element_bytes);
-    offset += m.element_bytes;
+    const std::uint32_t together = 16 / m.element_bytes;
+    const bool whole = inside && m.steps[0] == 1 && offset % 16 == 0 && index[0] + together <= m.box[0] &&
+                       std::int64_t{b.coordinates[0]} + index[0] + together - 1 <= m.dims[0];
+    const std::uint32_t elements = whole ? together : 1;
+    f(inside ? address : 0, offset, elements * m.element_bytes);
+    offset += elements * m.element_bytes;
+    index[0] += elements - 1;
     int i = 0;
     while (i < m.rank && ++index[i] == m.box[i]) index[i++] = 0;
     if (i == m.rank) return;
@@ -142,14 +148,25 @@ Bulk read_operands(Warp& w, const Op& op, int lane) {
   return b;
 }
 
+// The barrier is completed by the asynchronous proxy: its initialisation must be known there.
+void check_mbarrier(Warp& w, int lane, std::uint32_t address) {
+  const MBarrier& b = find_mbarrier(w, lane, address);
+  if (w.block->shadow) w.block->shadow->check_initialized(w, lane, address - kSharedBase);
+  if (b.init_fenced || !w.block->launch.config.checks.mbarrier_init_fence) return;
+  throw Fault{lane,
+              text("a bulk copy completes the mbarrier at byte ", address - kSharedBase, ", which warp ", b.init_warp,
+                   ", lane ", b.init_lane, " initialised without fence.mbarrier_init or fence.proxy.async after it")};
+}
+
 void load_bulk(Warp& w, const Op& op, Mask m) {
   for_each_lane(m, [&](int l) {
     const Bulk b = read_operands(w, op, l);
     const auto mbarrier = static_cast<std::uint32_t>(
         (op.flags & 2 ? w.reg<std::uint64_t>(op.list[5])[l] : w.reg<std::uint32_t>(op.list[5])[l]) + op.list[6]);
-    find_mbarrier(w, l, mbarrier);
+    check_mbarrier(w, l, mbarrier);
     if ((op.flags & 4) && w.reg<std::uint16_t>(op.c)[l] != 1)
       throw Fault{l, text("a multicast to the blocks ", hex(w.reg<std::uint16_t>(op.c)[l]), " of a cluster of one")};
+    if (w.block->shadow) w.block->shadow->check_overwrite(w, l, b.shared - kSharedBase, b.bytes);
     resolve_one(w, l, Space::shared, b.shared, b.bytes, AccessKind::bulk_write);
     w.block->start_async({[b, mbarrier] {
                             move<kLoad>(b);
@@ -157,7 +174,7 @@ void load_bulk(Warp& w, const Op& op, Mask m) {
                             MBarrier& barrier = find_mbarrier(*b.warp, b.lane, mbarrier);
                             if (block.shadow)
                               barrier.landed.push_back({b.warp, b.lane, b.shared - kSharedBase, b.bytes});
-                            complete_bytes(block, barrier, b.bytes);
+                            complete_bytes(block, b.lane, barrier, b.bytes);
                           },
                           "bulk load"});
   });
@@ -168,10 +185,13 @@ void store_bulk(Warp& w, const Op& op, Mask m) {
   for_each_lane(m, [&](int l) {
     const Bulk b = read_operands(w, op, l);
     resolve_one(w, l, Space::shared, b.shared, b.bytes, AccessKind::async_read);
-    if (w.block->launch.config.arrival == Arrival::at_once)
-      move<What>(b);
-    else
-      w.bulk_stores.push_back({l, w.bulk_group[l], [b] { move<What>(b); }});
+    BulkStore store{l, w.bulk_group[l], 0, [b] { move<What>(b); }};
+    if (w.block->shadow) store.read = w.block->shadow->begin_read(w, l, {{b.shared - kSharedBase, b.bytes}});
+    if (w.block->launch.config.arrival == Arrival::at_once) {
+      store.land();
+      store.land = nullptr;
+    }
+    w.bulk_stores.push_back(std::move(store));
   });
 }
 
@@ -201,7 +221,8 @@ void wait_bulk(Warp& w, const Op& op, Mask m) {
   std::erase_if(w.bulk_stores, [&](const BulkStore& store) {
     const bool due =
         (m >> store.lane & 1) && store.group + static_cast<std::uint32_t>(op.imm) < w.bulk_group[store.lane];
-    if (due) store.land();
+    if (due && store.land) store.land();
+    if (due && w.block->shadow) w.block->shadow->end_read(store.read, store.lane);
     return due;
   });
 }
@@ -271,6 +292,7 @@ void select_bulk(Decoder& d) {
       d.op.flags |= 4;
     }
   }
+  d.op.flags |= kOpAsyncProxy;
   d.op.count = 0;
   if (tensor) {
     for (const ptx::Operand& c : d.operand(global).parts.at(0).parts) slots.push_back(d.source(c, 4));

@@ -1,12 +1,12 @@
 // wgmma: a warpgroup (four warps, 128 threads) multiplies 64 x K by K x N into registers; B and maybe A come from
-// shared memory through descriptors. The product is computed when the last of the four warps issues it, and seen at its
-// wait.
+// shared memory through descriptors. The product is computed when it is issued. That it is only there after its wait is
+// a matter of checks: of registers (wgmma_registers), and of shared memory, which is being read until then (Shadow).
 #include <bit>
 
-#include "access.h"
+#include "async.h"
 #include "block.h"
-#include "float_math.h"
 #include "handlers.h"
+#include "matrix_rows.h"
 #include "tensor_map.h"
 
 namespace gpusim {
@@ -58,15 +58,16 @@ struct Descriptor {
   }
 };
 
-float element_value(const std::byte* at, int type) {
+// The 8 or 4 elements of 16 bytes, widened.
+void widen_chunk(const std::byte* from, int type, float* to) {
   if (type == 2) {
-    std::uint32_t bits;
-    std::memcpy(&bits, at, 4);
-    return std::bit_cast<float>(bits & 0xffffe000u);
+    std::uint32_t bits[4];
+    std::memcpy(bits, from, sizeof bits);
+    for (int i = 0; i < 4; ++i) to[i] = std::bit_cast<float>(bits[i] & 0xffffe000u);
+  } else {
+    const auto halves = load_row<Row16>(from);
+    store_row(to, type ? widen<BFloat>(halves) : widen<Half>(halves));
   }
-  std::uint16_t bits;
-  std::memcpy(&bits, at, 2);
-  return type ? to_float(BFloat{bits}) : to_float(Half{bits});
 }
 
 struct Matrix {
@@ -74,22 +75,40 @@ struct Matrix {
   unsigned cols;
 };
 
-// rows x cols with element (row, col) at (mn, k) = (row, col), or (col, row) for B
-Matrix read_shared(Warp& w, const Op& op, std::uint64_t bits, unsigned mn, unsigned k, bool transposed, bool is_b) {
+const std::byte* chunk_at(Warp& w, std::uint32_t address, std::vector<Shadow::Bytes>& read) {
+  const std::uint32_t offset = address - kSharedBase;
+  if (std::uint64_t{offset} + 16 > w.block->shared_bytes) {
+    throw Fault{0, text("a matrix of wgmma out of bounds: byte ", static_cast<std::int32_t>(offset), " of ",
+                        w.block->shared_bytes)};
+  }
+  if (!read.empty() && read.back().offset + read.back().bytes == offset)
+    read.back().bytes += 16;
+  else
+    read.push_back({offset, 16});
+  return w.block->shared + offset;
+}
+
+// Elements mn from `first` to `end` of a matrix of `all` in shared memory: rows of a Matrix, or columns for B. All of
+// it is read, says `read`.
+Matrix read_shared(Warp& w, const Op& op, std::uint64_t bits, unsigned all, unsigned first, unsigned end, unsigned k,
+                   bool transposed, bool is_b, std::vector<Shadow::Bytes>& read) {
   const Descriptor descriptor(bits);
-  Matrix m{std::vector<float>(std::size_t{mn} * k), is_b ? mn : k};
+  const unsigned count = end - first;
+  Matrix m{std::vector<float>(std::size_t{count} * k), is_b ? count : k};
   const unsigned run = 16 / op.size;  // elements of a 16-byte chunk, along the major dimension
-  const unsigned outer = transposed ? k : mn, inner = transposed ? mn : k;
+  // steps from one element to the next of a chunk, and to the next chunk's line
+  const std::size_t mn_step = is_b ? 1 : k, k_step = is_b ? count : 1;
+  const unsigned outer = transposed ? k : all, inner = transposed ? all : k;
   for (unsigned o = 0; o < outer; ++o) {
     for (unsigned i = 0; i < inner; i += run) {
-      const std::uint32_t at =
-          transposed ? descriptor.address(i, o, op.size, true) : descriptor.address(o, i, op.size, false);
-      const std::byte* chunk = resolve_one(w, 0, Space::shared, at, 16, AccessKind::async_read);
-      for (unsigned r = 0; r < run; ++r) {
-        const unsigned row = transposed ? i + r : o, col = transposed ? o : i + r;  // mn, k
-        m.values[is_b ? std::size_t{col} * mn + row : std::size_t{row} * k + col] =
-            element_value(chunk + r * op.size, op.count);
-      }
+      const unsigned mn = transposed ? i : o, at_k = transposed ? o : i;
+      const std::byte* chunk = chunk_at(w, descriptor.address(mn, at_k, op.size, transposed), read);
+      if (mn < first || mn >= end) continue;
+      float values[8];
+      widen_chunk(chunk, op.count, values);
+      float* to = m.values.data() + (mn - first) * mn_step + at_k * k_step;
+      const std::size_t step = transposed ? mn_step : k_step;
+      for (unsigned r = 0; r < run; ++r) to[r * step] = values[r];
     }
   }
   return m;
@@ -103,28 +122,28 @@ void multiply(Warp& w, const Op& op, Mask m) {
   const unsigned k = 32 / op.size;
   const unsigned registers = op.mode & kHalfD ? n / 4 : n / 2;
   const Slot* slots = op.list + registers;
+  if (w.block->warps.size() < static_cast<std::size_t>(w.index) / 4 * 4 + 4)
+    throw Fault{0, "wgmma needs a warpgroup of four warps"};
+  WarpgroupState& state = w.block->wgmma[w.index];
+  state.begin(w, n << 1 | ((op.mode & kHalfD) != 0));
+  std::vector<Shadow::Bytes> read;
   const unsigned first_row = w.index % 4 * 16;
   Matrix a;
   if (op.mode & kRegisterA) {
     a = {std::vector<float>(16 * k), k};
-    for (unsigned i = 0; i < 4; ++i) {
-      const auto* r = w.reg<std::uint32_t>(slots[i]);
-      for (unsigned l = 0; l < kLanes; ++l) {
-        const unsigned row = l / 4 + 8 * (i & 1);
-        const auto* bytes = reinterpret_cast<const std::byte*>(&r[l]);
-        if (op.size == 4)
-          a.values[row * k + l % 4 + 4 * (i >> 1)] = element_value(bytes, op.count);
-        else
-          for (unsigned j = 0; j < 2; ++j)
-            a.values[row * k + 2 * (l % 4) + j + 8 * (i >> 1)] = element_value(bytes + 2 * j, op.count);
-      }
+    for (unsigned i = 0; i < 4; ++i) {  // a tile of 8 x 4 words, row by row
+      const auto* tile = reinterpret_cast<const std::byte*>(w.reg<std::uint32_t>(slots[i]));
+      float* to = a.values.data() + 8 * (i & 1) * k + (i >> 1) * k / 2;
+      for (unsigned row = 0; row < 8; ++row) widen_chunk(tile + 16 * row, op.count, to + row * k);
     }
     slots += 4;
   } else {
-    const Matrix all = read_shared(w, op, w.reg<std::uint64_t>(*slots++)[0], 64, k, op.mode & kTransposeA, false);
-    a = {std::vector<float>(all.values.begin() + first_row * k, all.values.begin() + (first_row + 16) * k), k};
+    a = read_shared(w, op, w.reg<std::uint64_t>(*slots++)[0], 64, first_row, first_row + 16, k, op.mode & kTransposeA,
+                    false, read);
   }
-  const Matrix b = read_shared(w, op, w.reg<std::uint64_t>(*slots++)[0], n, k, op.mode & kTransposeB, true);
+  const Matrix b = read_shared(w, op, w.reg<std::uint64_t>(*slots++)[0], n, 0, n, k, op.mode & kTransposeB, true, read);
+  if (w.block->shadow)
+    state.operands.push_back({state.group, w.block->shadow->begin_read(w, Shadow::kWarp, std::move(read))});
   const bool accumulate = w.pred(*slots) & 1;
   const float sign = ((op.mode & kNegateA) != 0) != ((op.mode & kNegateB) != 0) ? -1.0f : 1.0f;
 
@@ -158,13 +177,22 @@ void multiply(Warp& w, const Op& op, Mask m) {
   }
 }
 
-void nothing(Warp& w, const Op&, Mask) { w.gather(w.live); }
+// op.mode: 0 fence, 1 commit_group, 2 wait_group of op.imm. A kernel may have these and no product.
+void synchronize(Warp& w, const Op& op, Mask) {
+  if (!w.gather(w.live) || w.block->wgmma.empty()) return;
+  WarpgroupState& state = w.block->wgmma[w.index];
+  if (op.mode == 0) state.fence();
+  if (op.mode == 1) state.commit();
+  if (op.mode == 2) state.wait(w, static_cast<std::uint32_t>(op.imm));
+}
 
 void select_wgmma(Decoder& d) {
   d.ignore({"sync", "aligned"});
-  if (!d.take_any({"fence", "commit_group", "wait_group"}).empty()) {
+  if (const std::string_view what = d.take_any({"fence", "commit_group", "wait_group"}); !what.empty()) {
     d.kind = Class::synchronization;
-    d.op.run = nothing;
+    d.op.mode = what == "fence" ? 0 : what == "commit_group" ? 1 : 2;
+    if (d.op.mode == 2) d.op.imm = static_cast<std::int64_t>(d.immediate(0));
+    d.op.run = synchronize;
     return;
   }
   if (!d.take("mma_async")) d.fail("this wgmma is not known to the simulator");
@@ -201,17 +229,13 @@ void select_wgmma(Decoder& d) {
   slots.push_back(d.source(3, 1));
   d.op.list = d.list(slots);
   const auto is = [&](std::size_t i, std::uint64_t value) { return d.operand_count() > i && d.immediate(i) == value; };
+  d.op.flags |= kOpAsyncProxy;
+  d.watch();
   if (is(4, ~0ull)) d.op.mode |= kNegateA;
   if (is(5, ~0ull)) d.op.mode |= kNegateB;
   if (!in_registers && is(6, 1)) d.op.mode |= kTransposeA;
   if (is(in_registers ? 6 : 7, 1)) d.op.mode |= kTransposeB;
   d.op.run = multiply;
-}
-
-void select_setmaxnreg(Decoder& d) {
-  d.ignore({"inc", "dec", "sync", "aligned", "u32"});
-  d.kind = Class::control;
-  d.op.run = nothing;
 }
 
 }  // namespace

@@ -70,6 +70,7 @@ struct Op {
 
 // Op::flags from here on has the same meaning for all instructions.
 constexpr std::uint16_t kOpSynchronizing = 0x8000;  // atomic, volatile or ordered: may meet another of its kind
+constexpr std::uint16_t kOpAsyncProxy = 0x4000;     // reads or writes shared memory by the asynchronous proxy
 
 struct OpInfo {
   int line = 0;  // in the PTX text
@@ -127,6 +128,7 @@ struct Parameter {
 };
 
 struct Module;
+struct RegisterWatch;
 
 struct Program {
   std::string name;
@@ -144,7 +146,13 @@ struct Program {
   std::uint32_t dynamic_shared_offset = 0;
   int shared_granule_shift = 2;  // log2 of the smallest access to shared memory, at most 4 bytes
   int max_threads = 1024;
-  int register_count = 0;  // virtual registers, times their words
+  int exact_threads = 0;                       // .reqntid; 0: any number
+  int bounded_threads = 0;                     // .maxntid or .reqntid; 0: not said
+  int min_blocks = 1;                          // on a multiprocessor
+  int max_registers = 0;                       // .maxnreg, a thread; 0: not said
+  bool async_proxy = false;                    // bulk copies or wgmma
+  std::shared_ptr<const RegisterWatch> watch;  // registers of wgmma; null without wgmma
+  int register_count = 0;                      // virtual registers, times their words
 };
 
 }  // namespace gpusim

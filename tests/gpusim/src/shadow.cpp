@@ -9,14 +9,20 @@
 namespace gpusim {
 
 namespace {
-constexpr std::uint32_t kInFlight = ~0u;  // written_: an asynchronous copy has not been waited for
-constexpr std::uint32_t kManyLanes = 63, kCollective = 62;
+constexpr std::uint32_t kCollective = Shadow::kWarp;
 constexpr std::uint32_t kLastTime = 1u << 25;  // times and lanes share a word
 
 // whether an operation may meet another of its kind: atomics, volatile and ordered accesses
 bool is_synchronizing(const Launch& launch, std::uint32_t pc) {
   return launch.program->code[pc].flags & kOpSynchronizing;
 }
+
+// The rows of a shadow that is gone, for the next: clearing them would take as long as a small launch. Times go on.
+struct Rows {
+  std::uint32_t now = 1;
+  std::vector<std::uint32_t> written, writer, read;
+};
+thread_local std::vector<Rows> spare_rows;
 }  // namespace
 
 Shadow::Shadow(const Block& block, std::uint32_t bytes, int granule_shift)
@@ -24,9 +30,20 @@ Shadow::Shadow(const Block& block, std::uint32_t bytes, int granule_shift)
       shift_(granule_shift),
       granules_((bytes >> granule_shift) + 17),
       warps_(static_cast<int>(block.warps.size())),
-      written_(granules_),
-      writer_(granules_),
-      read_(std::size_t{granules_} * warps_) {}
+      readers_(block.launch.program->async_proxy ? bytes / 16 + 1 : 0) {
+  if (!spare_rows.empty()) {
+    now_ = spare_rows.back().now;
+    written_ = std::move(spare_rows.back().written);
+    writer_ = std::move(spare_rows.back().writer);
+    read_ = std::move(spare_rows.back().read);
+    spare_rows.pop_back();
+  }
+  written_.resize(granules_);
+  writer_.resize(granules_);
+  read_.resize(std::size_t{granules_} * warps_);
+}
+
+Shadow::~Shadow() { spare_rows.push_back({now_, std::move(written_), std::move(writer_), std::move(read_)}); }
 
 void Shadow::start() {
   if (now_ > kLastTime / 2) {
@@ -40,6 +57,12 @@ void Shadow::start() {
   base_ = ++now_;
   for (Clock& clock : known_) clock.fill(base_ - 1);
   floor_.fill(base_ - 1);
+  agents_ = next_agent_ = 0;
+  if (readers_.empty()) return;
+  reading_ = 0;
+  async_reads_.clear();
+  std::fill(readers_.begin(), readers_.end(), 0);
+  for (std::vector<Fence>& fences : fences_) fences.clear();
 }
 
 std::uint32_t Shadow::who(const Warp& warp, int lane) const {
@@ -48,18 +71,20 @@ std::uint32_t Shadow::who(const Warp& warp, int lane) const {
 
 std::string Shadow::story(std::uint32_t who) const {
   const Program& program = *block_.launch.program;
-  return text("warp ", who >> 27, ", lane ", who >> 22 & 31, " at ", program.module->place(program, who & 0x3fffff));
+  return text("warp ", who >> 27, who & kByAgent ? std::string() : text(", lane ", who >> 22 & 31), " at ",
+              program.module->place(program, who & kPlace));
 }
 
 bool Shadow::ordered(const Warp& warp, int lane, std::uint32_t granule) const {
   const std::uint32_t who = writer_[granule];
+  if (who & kByAgent) return written_[granule] <= known_[warp.index][32 + (who >> 22 & 31)];
   const auto writer = static_cast<int>(who >> 27);
   if (written_[granule] <= known_[warp.index][writer]) return true;
   return writer == warp.index && static_cast<int>(who >> 22 & 31) == lane;
 }
 
 bool Shadow::both_synchronizing(const Warp& warp, std::uint32_t granule) const {
-  return is_synchronizing(block_.launch, warp.pc - 1) && is_synchronizing(block_.launch, writer_[granule] & 0x3fffff);
+  return is_synchronizing(block_.launch, warp.pc - 1) && is_synchronizing(block_.launch, writer_[granule] & kPlace);
 }
 
 void Shadow::race(int lane, const Warp& warp, const char* does, const char* other, std::uint32_t other_who,
@@ -83,41 +108,6 @@ void Shadow::check_read(Warp& warp, int lane, std::uint32_t g) {
   }
   if (checks.races && !ordered(warp, lane, g) && !both_synchronizing(warp, g))
     race(lane, warp, "reads", "wrote", writer_[g], g);
-}
-
-void Shadow::read(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes, bool collective) {
-  switch (std::max(bytes >> shift_, 1u)) {
-    case 1: return read_granules<1>(warp, m, offsets, collective);
-    case 2: return read_granules<2>(warp, m, offsets, collective);
-    case 4: return read_granules<4>(warp, m, offsets, collective);
-    case 8: return read_granules<8>(warp, m, offsets, collective);
-    default: return read_granules<16>(warp, m, offsets, collective);
-  }
-}
-
-// Accesses are aligned, or were refused: a lane touches N whole granules.
-template <int N>
-void Shadow::read_granules(Warp& warp, Mask m, const std::uint32_t* offsets, bool collective) {
-  std::uint32_t oldest = ~0u, newest = 0;
-  for_each_lane(m, [&](int l) {
-    const std::uint32_t* written = written_.data() + (offsets[l] >> shift_);
-    for (int i = 0; i < N; ++i) {
-      oldest = std::min(oldest, written[i]);
-      newest = std::max(newest, written[i]);
-    }
-  });
-  if (oldest < base_ || newest > floor_[warp.index]) {
-    for_each_lane(m, [&](int l) {
-      for (int i = 0; i < N; ++i) check_read(warp, l, (offsets[l] >> shift_) + i);
-    });
-  }
-  std::uint32_t* const reads = read_.data() + std::size_t{granules_} * warp.index;
-  const std::uint32_t time = now_ << 6;
-  for_each_lane(m, [&](int l) {
-    const std::uint32_t mine = time | (collective ? kCollective : static_cast<std::uint32_t>(l));
-    std::uint32_t* r = reads + (offsets[l] >> shift_);
-    for (int i = 0; i < N; ++i) r[i] = r[i] > time && r[i] != mine ? time | kManyLanes : mine;
-  });
 }
 
 // True when another thread wrote this at the same time (the caller compares the values); other conflicts are refused.
@@ -146,7 +136,7 @@ bool Shadow::check_write(Warp& warp, int lane, std::uint32_t g, bool collective,
   return written_[g] >= base_ && !ordered(warp, lane, g) && !both_synchronizing(warp, g);
 }
 
-Mask Shadow::write(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes, bool collective) {
+Mask Shadow::write_each(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes, bool collective) {
   Mask contested = 0;
   for_each_lane(m, [&](int l) {
     const auto [first, last] = range(offsets[l], bytes);
@@ -164,6 +154,7 @@ Mask Shadow::write(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned by
 }
 
 void Shadow::atomic(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes) {
+  if (reading_) check_no_reader(m, offsets, bytes);
   for_each_lane(m, [&](int l) {
     const auto [first, last] = range(offsets[l], bytes);
     for (std::uint32_t g = first; g <= last; ++g) {
@@ -175,7 +166,7 @@ void Shadow::atomic(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned b
   });
 }
 
-void Shadow::write_async(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes) {
+void Shadow::write_async_each(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes) {
   for_each_lane(m, [&](int l) {
     const auto [first, last] = range(offsets[l], bytes);
     for (std::uint32_t g = first; g <= last; ++g) {
@@ -190,8 +181,11 @@ void Shadow::arrived(const Warp& warp, int lane, std::uint32_t offset, unsigned 
   const auto [first, last] = range(offset, bytes);
   for (std::uint32_t g = first; g <= last; ++g) {
     if (written_[g] == kInFlight &&
-        writer_[g] >> 22 == (static_cast<std::uint32_t>(warp.index) << 5 | static_cast<std::uint32_t>(lane)))
+        writer_[g] >> 22 == (static_cast<std::uint32_t>(warp.index) << 5 | static_cast<std::uint32_t>(lane))) {
       written_[g] = now_;
+      if (arriving_ >= 0)
+        writer_[g] = (writer_[g] & ~(31u << 22)) | static_cast<std::uint32_t>(arriving_) << 22 | kByAgent;
+    }
   }
 }
 
@@ -204,9 +198,8 @@ void Shadow::synchronize_lanes(const Warp& warp) { known_[warp.index][warp.index
 void Shadow::release(const Warp& warp, Clock& into) {
   known_[warp.index][warp.index] = now_++;
   for (int v = 0; v < warps_; ++v) into[v] = std::max(into[v], known_[warp.index][v]);
+  for (int v = 32; v < 32 + agents_; ++v) into[v] = std::max(into[v], known_[warp.index][v]);
 }
-
-void Shadow::publish(const Warp& warp, Clock& into) { into[warp.index] = std::max(into[warp.index], now_++); }
 
 void Shadow::meet(Mask waiting, Clock& clock) {
   for_each_lane(waiting, [&](int v) { clock[v] = now_; });
@@ -217,6 +210,10 @@ void Shadow::acquire(const Warp& warp, const Clock& from) {
   Clock& mine = known_[warp.index];
   std::uint32_t least = ~0u;
   for (int v = 0; v < warps_; ++v) {
+    mine[v] = std::max(mine[v], from[v]);
+    least = std::min(least, mine[v]);
+  }
+  for (int v = 32; v < 32 + agents_; ++v) {
     mine[v] = std::max(mine[v], from[v]);
     least = std::min(least, mine[v]);
   }

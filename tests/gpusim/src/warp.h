@@ -16,6 +16,8 @@ namespace gpusim {
 
 struct Block;
 
+constexpr const char* kWaitsForMbarrier = "an mbarrier";
+
 // A cp.async in flight: the lanes still to land, each with its place in the thread's sequence of groups.
 struct PendingCopy {
   Mask lanes = 0;
@@ -31,7 +33,8 @@ struct PendingCopy {
 struct BulkStore {
   int lane;
   std::uint32_t group;
-  std::function<void()> land;
+  int read;                    // the shadow's number of it
+  std::function<void()> land;  // null: it has landed
 };
 
 struct Warp {
@@ -63,6 +66,8 @@ struct Warp {
   std::array<std::uint32_t, kLanes> copy_group{};
   std::vector<BulkStore> bulk_stores;
   std::array<std::uint32_t, kLanes> bulk_group{};
+  std::uint32_t mbarrier = 0;  // that it waited for last
+  int registers = 0;           // a thread has, where the kernel moves them (setmaxnreg)
 
   template <class T>
   T* reg(Slot slot) {
