@@ -75,18 +75,19 @@ has pip || install=("$PYTHON" setup.py build_ext --inplace)
 : >"$OUT/build.log"
 part build 240 build.log "${install[@]}" >/dev/null || tail -n 40 "$OUT/build.log"
 tail -n 1 "$SUMMARY"
-if ! part "import and one call" "$(at_most 60 "$(left)")" build.log "$PYTHON" - <<'PY'
+if ! part "import and a call of each backend" "$(at_most 60 "$(left)")" build.log "$PYTHON" - <<'PY'
 import torch
 
 import mha_ext
 
 mha_ext.show_config()
 query, key, value = (torch.randn(2, 4, 100, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-ours = mha_ext.attention(query, key, value, is_causal=True, backend="unfused").double()
 exact = mha_ext.attention(query.double(), key.double(), value.double(), is_causal=True, backend="reference")
-error = float((ours - exact).norm() / exact.norm())
-print(f"relative error of one bf16 call: {error:.1e}")
-assert error < 2e-2
+for backend in ("fused", "unfused"):
+    ours = mha_ext.attention(query, key, value, is_causal=True, backend=backend).double()
+    error = float((ours - exact).norm() / exact.norm())
+    print(f"relative error of one bf16 call, {backend}: {error:.1e}")
+    assert error < 2e-2
 PY
 then
   tail -n 25 "$OUT/build.log"

@@ -40,4 +40,18 @@ TORCH_LIBRARY(mha_ext, m) {
       " int q_offset, float softcap, float dropout_p, ScalarType grad_dtype, bool bias_grad,"
       " bool sink_grad, bool slope_grad)"
       " -> (Tensor grad_scores, Tensor grad_bias, Tensor grad_sink_rows, Tensor grad_slope_rows)");
+  m.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths,"
+      " Tensor? q_offsets, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q,"
+      " Tensor? cu_seqlens_k, int q_offset, int window_left, int window_right, float softcap, float dropout_p,"
+      " float scale, bool allow_tf32, bool for_backward, bool return_stats)"
+      " -> (Tensor output, Tensor lse, Tensor row_stats, Tensor max_score, Tensor entropy)");
+  m.def(
+      "attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,"
+      " Tensor lse, Tensor row_stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets, Tensor? alibi_slopes,"
+      " Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int q_offset, int window_left,"
+      " int window_right, float softcap, float dropout_p, float scale, bool allow_tf32, bool packed, bool mask_grad,"
+      " bool slopes_grad, bool sinks_grad)"
+      " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_slopes,"
+      " Tensor grad_sinks)");
 }

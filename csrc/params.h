@@ -125,4 +125,82 @@ struct MaskedSoftmaxBackwardParams {
   DropoutParams dropout;
 };
 
+// What a pass over attn_mask found, in blocks of kMaskBlock queries by kMaskBlock keys: see kernels/mask_blocks.cuh.
+// Strides count elements of each array, and are 0 where attn_mask repeats an axis.
+constexpr int kMaskBlock = 64;
+
+enum class BlockVisibility : uint8_t { kNone, kSome, kAll };
+
+struct MaskBlocks {
+  const uint64_t* bits;  // (batch, heads_q, seqlen_q, key_blocks): bit j % 64 of word j / 64 is set where key j is
+                         // visible; bits beyond the last key are 0. Null unless attn_mask is bool
+  Strides3 bits_strides;
+  const BlockVisibility* map;  // (batch, heads_q, query_blocks, key_blocks); rows beyond the last query do not count,
+                               // keys beyond the last are hidden. Null unless attn_mask is bool
+  Strides3 map_strides;
+  const uint64_t* key_bits;  // (batch, heads_kv, key_blocks), where attn_mask repeats the query axis, else null: keys
+                             // that some query head of the key head sees. The others may hold NaN and read as zeros
+  int64_t key_bits_batch_stride, key_bits_head_stride;
+};
+
+struct MaskBlocksParams {
+  const void* attn_mask;  // (batch, heads_q, seqlen_q, seqlen_kv) as attention reads it
+  Strides4 mask_strides;
+  DType mask_dtype;
+  uint64_t* bits;        // (mask_batch, mask_heads, mask_rows, key_blocks) contiguous, or null
+  BlockVisibility* map;  // (mask_batch, mask_heads, mask_query_blocks, key_blocks) contiguous, or null
+  uint64_t* key_bits;    // (mask_batch, heads_kv where mask_heads > 1, else 1, key_blocks) contiguous, or null
+  int64_t mask_batch, mask_heads, mask_rows;  // 1 on axes that attn_mask repeats
+  int64_t seqlen_kv;
+  int group;  // query heads a key head
+};
+
+// Fused attention. Fixed length: (batch, heads, seqlen, head_dim). Packed: (total, heads, head_dim) seen as (1, heads,
+// total, head_dim) with batch strides of 0; batch b then owns the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1, clamped
+// to the tensor.
+struct AttentionParams {
+  const void* query;                                   // (batch, num_heads_q, seqlen_q, head_dim)
+  const void* key;                                     // (batch, num_heads_kv, seqlen_kv, head_dim)
+  const void* value;                                   // (batch, num_heads_kv, seqlen_kv, head_dim_v)
+  void* output;                                        // (batch, num_heads_q, seqlen_q, head_dim_v)
+  Strides3 query_strides, key_strides, value_strides;  // rows of 16-bit and fp32 inputs start on 16 bytes
+  Strides3 output_strides;
+  float* lse;        // (batch, num_heads_q, seqlen_q): natural logarithm of the denominator, -inf where there is none
+  float* row_stats;  // (batch, num_heads_q, seqlen_q, 2): what scores are taken relative to, and log2 of the sum of
+                     // exp(score - that), sink included: lse would lose the latter in a row of finfo.min. (0, 0) where
+                     // no key is visible. Null in a forward that no backward follows
+  float* max_score;  // the shape of lse, or null: the largest visible score
+  float* entropy;    // the shape of lse, or null: of the weights, in nats
+  int64_t row_batch_stride, row_head_stride;  // of lse, max_score, entropy; row_stats has twice these
+  const int32_t* cu_seqlens_q;                // (batch + 1) or null
+  const int32_t* cu_seqlens_k;                // (batch + 1), null where cu_seqlens_q is
+  int64_t batch, seqlen_q, seqlen_kv;         // packed: seqlen is the total
+  int num_heads_q, num_heads_kv, head_dim, head_dim_v;
+  float scale;
+  bool allow_tf32;  // fp32 only
+  DType dtype;
+  ScoreRuleParams rule;  // a float attn_mask has col stride 1, an even pitch, and is fp32 or of dtype
+  MaskBlocks mask_blocks;
+  DropoutParams dropout;
+};
+
+struct AttentionBackwardParams {
+  AttentionParams forward;  // output, lse and row_stats are read; max_score and entropy are null
+  const void* grad_output;  // (batch, num_heads_q, seqlen_q, head_dim_v)
+  Strides3 grad_output_strides;
+  const float* grad_lse;  // the shape of lse, contiguous like it, or null
+  void* grad_query;       // of the shapes of query, key, value; every element is written
+  void* grad_key;
+  void* grad_value;
+  Strides3 grad_query_strides, grad_key_strides, grad_value_strides;
+  float* delta;  // workspace, the shape of lse: sum_j P dP - grad_lse = rowsum(grad_output * output) - grad_lse
+  float* grad_sink_rows;  // the shape of lse, or null: exp(sink - lse) * (grad_lse - rowsum), 0 where lse = -inf
+  float* grad_slopes;     // (batch, num_heads_q, slope_partials) or null: parts of the slopes' gradients
+  int64_t slope_partials;
+  float*
+      grad_bias;  // fp32, contiguous, of attn_mask's own shape (bias_batch, bias_heads, bias_rows, seqlen_kv), or null
+  int64_t bias_batch, bias_heads, bias_rows;  // 1 on axes that attn_mask repeats
+  void* workspace;  // attention_backward_workspace() bytes, the first of which it wants zeroed
+};
+
 }  // namespace mha_ext

@@ -1,13 +1,20 @@
 """Multi-head attention for PyTorch as hand-written CUDA kernels.
 
-`attention` is the call, `MultiHeadAttention` the module; `qkv_split`, `attention_scores`, `masked_softmax`
-and `attention_output` are its parts; `reference` says in plain PyTorch what they mean; `backends.explain`
-says which implementation a call takes, and `show_config` what this installation has.
+`attention` is the call (`attention_varlen` that of packed sequences), `MultiHeadAttention` the module; `qkv_split`,
+`attention_scores`, `masked_softmax` and `attention_output` are its parts; `reference` says in plain PyTorch what they
+mean; `backends.explain` says which implementation a call takes, and `show_config` what this installation has.
 """
 
 from . import backends, reference
 from .config import show_config
-from .functional import attention, attention_output, attention_scores, masked_softmax, qkv_split
+from .functional import (
+    attention,
+    attention_output,
+    attention_scores,
+    attention_varlen,
+    masked_softmax,
+    qkv_split,
+)
 from .modules import MultiHeadAttention
 from .reference import AttentionResult
 
@@ -19,6 +26,7 @@ __all__ = [
     "attention",
     "attention_output",
     "attention_scores",
+    "attention_varlen",
     "backends",
     "masked_softmax",
     "qkv_split",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .call import AttentionCall, make_call
+from .fused import MAX_HEAD_DIM
 
 __all__ = [
     "BACKENDS",
@@ -26,6 +27,8 @@ __all__ = [
     "has_kernels",
     "use_backend",
 ]
+
+FUSED_SHARED_BYTES = 163 * 1024  # what sm_80 and sm_90 offer; sm_86, sm_89 and sm_120 have 99 KB
 
 Check = Callable[[AttentionCall, bool], str | None]  # (call, asked for by name) -> None, or why not
 
@@ -121,11 +124,60 @@ def _of_query(check: Callable[[Tensor, bool], str | None]) -> Check:
     return lambda call, by_name: check(call.query, by_name)
 
 
+def _dtype(call: AttentionCall, by_name: bool) -> str | None:
+    if call.query.dtype == torch.float64:
+        return "float64 has no fused kernel"
+    return None
+
+
+def _head_dim(call: AttentionCall, by_name: bool) -> str | None:
+    for name, x in (("query", call.query), ("value", call.value)):
+        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+            return f"expected head dimensions from 1 to {MAX_HEAD_DIM}, got {x.shape[3]} ({name})"
+    return None
+
+
+def _shared_memory(call: AttentionCall, by_name: bool) -> str | None:
+    return _shared_memory_refusal(call.query.device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _shared_memory_refusal(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    offered = getattr(properties, "shared_memory_per_block_optin", FUSED_SHARED_BYTES)
+    if offered >= FUSED_SHARED_BYTES:
+        return None
+    return f"expected {FUSED_SHARED_BYTES} bytes of shared memory a block, this GPU offers {offered}"
+
+
+def _weights(call: AttentionCall, by_name: bool) -> str | None:
+    return "return_weights asks for the weights, which are never in memory" if call.return_weights else None
+
+
+def _sequences(call: AttentionCall, by_name: bool) -> str | None:
+    return None if call.sequences is None else "packed sequences are taken by the fused kernels and by plain PyTorch"
+
+
+_CALL_KERNEL_CHECKS = tuple((name, _of_query(check)) for name, check in _KERNEL_CHECKS)
+
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        "fused",
+        "one CUDA kernel that never writes the scores",
+        (
+            ("dtype", _dtype),
+            ("head dimension", _head_dim),
+            ("returned weights", _weights),
+            *_CALL_KERNEL_CHECKS,
+            ("shared memory", _shared_memory),
+        ),
+    ),
     Backend(
         "unfused",
         "CUDA kernels for scores, masked softmax and output",
-        tuple((name, _of_query(check)) for name, check in _KERNEL_CHECKS),
+        (("sequences", _sequences), *_CALL_KERNEL_CHECKS),
     ),
     Backend("reference", "plain PyTorch, on every device", ()),
 )
@@ -228,4 +280,7 @@ def available() -> dict[str, str | None]:
         reason = f"no CUDA kernels ({_build()})"
     else:
         reason = _capability_refusal(torch.device("cuda", torch.cuda.current_device()))
-    return {"unfused": reason, "reference": None}
+    fused = reason
+    if reason is None:
+        fused = _shared_memory_refusal(torch.device("cuda", torch.cuda.current_device()))
+    return {"fused": fused, "unfused": reason, "reference": None}

@@ -11,8 +11,18 @@ from .reference import default_scale
 from .score_rule import ScoreRule, make_score_rule
 
 
+class Sequences(NamedTuple):
+    """Where the sequences of a packed batch begin and end, int32 (B + 1) each."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
 class AttentionCall(NamedTuple):
-    """Checked arguments of `mha_ext.attention`; tensors are (batch, heads, length, head dim)."""
+    """Checked arguments of `mha_ext.attention`; tensors are (batch, heads, length, head dim).
+
+    Of `mha_ext.attention_varlen` where there are sequences: then the batch is 1 and the length is that of all of them.
+    """
 
     query: Tensor
     key: Tensor
@@ -24,6 +34,7 @@ class AttentionCall(NamedTuple):
     return_weights: bool
     return_stats: bool
     leading: torch.Size  # query's axes before (length, head dim), to be given back to the results
+    sequences: Sequences | None = None
 
 
 def make_call(
@@ -88,6 +99,90 @@ def make_call(
         return_stats,
         leading,
     )
+
+
+def make_varlen_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    *,
+    window: Any = None,
+    q_offset: Any = 0,
+    alibi_slopes: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    return_lse: Any = False,
+    return_stats: Any = False,
+    deterministic: Any = None,
+) -> AttentionCall:
+    """Refuse what `mha_ext.attention_varlen` does not take, and see the packed batch as one of (1, heads, total, D)."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, dims=(3,))
+    check_bool("return_lse", return_lse)
+    check_bool("return_stats", return_stats)
+    if deterministic is not None:
+        check_bool("deterministic", deterministic)
+    query, key, value = autocast_inputs(query, key, value)
+    for name, x in (("key", key), ("value", value)):
+        check_alike(name, x, "query", query)
+    _, heads, head_dim = query.shape
+    check_shape("key", key, (key.shape[0], key.shape[1], head_dim), "(total_k, Hkv, D)")
+    check_shape("value", value, (key.shape[0], key.shape[1], value.shape[2]), "(total_k, Hkv, Dv)")
+    check_heads(heads, key.shape[1])
+
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(name, x, dims=(1,), dtypes=(torch.int32, torch.int64))
+        check_alike(name, x, "query", query, dtype=False)
+        if x.shape[0] == 0:
+            raise ValueError(f"{name}: expected B + 1 elements, of which the first is 0, got none")
+    check_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "as cu_seqlens_q, (B + 1,)")
+    # Their values only where that is free: a GPU would have to be waited for, and its kernels clamp to the tensors.
+    if cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_sequences("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+        _check_sequences("cu_seqlens_k", cu_seqlens_k, key.shape[0])
+    sequences = Sequences(*(x.to(torch.int32).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)))
+    if isinstance(q_offset, str) and q_offset == "end":
+        q_offset = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    rule = make_score_rule(
+        (cu_seqlens_q.shape[0] - 1, heads, query.shape[0], key.shape[0]), query, None, is_causal, window, q_offset,
+        None, alibi_slopes, softcap, sinks,
+    )  # fmt: skip
+    return AttentionCall(
+        by_heads(query),
+        by_heads(key),
+        by_heads(value),
+        rule,
+        check_real("dropout_p", dropout_p, low=0, high=1),
+        default_scale(head_dim) if scale is None else check_real("scale", scale),
+        return_lse,
+        False,
+        return_stats,
+        query.shape[:-1],
+        sequences,
+    )
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """(total, H, ...) -> (1, H, total, ...), a view."""
+    return x.transpose(0, 1)[None]
+
+
+def from_heads(x: Tensor) -> Tensor:
+    """(1, H, total, ...) -> (total, H, ...), a view."""
+    return x[0].transpose(0, 1)
+
+
+def _check_sequences(name: str, cu_seqlens: Tensor, total: int) -> None:
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or (cu_seqlens.diff() < 0).any():
+        raise ValueError(
+            f"{name}: expected the running sum of the lengths, from 0 to {total} and never falling, "
+            f"got {cu_seqlens.tolist()}"
+        )
 
 
 def _four_axes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> tuple[Tensor, Tensor, Tensor, Any]:

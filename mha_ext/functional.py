@@ -5,14 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, ops, reference, unfused
+from . import backends, fused, nested, ops, reference, unfused
 from .autocast import autocast_inputs, without_autocast
-from .call import AttentionCall, make_call
+from .call import AttentionCall, by_heads, from_heads, make_call, make_varlen_call
 from .checks import FLOATING, check_alike, check_bool, check_heads, check_int, check_real, check_shape, check_tensor
 from .reference import AttentionResult, SoftmaxResult, accumulate_dtype_of, default_scale
 from .score_rule import make_score_rule
 
-__all__ = ["attention", "attention_output", "attention_scores", "masked_softmax", "qkv_split"]
+__all__ = [
+    "attention",
+    "attention_output",
+    "attention_scores",
+    "attention_varlen",
+    "masked_softmax",
+    "packed_attention",
+    "qkv_split",
+]
 
 
 def attention(
@@ -51,7 +59,8 @@ def attention(
     ----------
     query : Tensor (B, Hq, Lq, D)
         fp16, bf16, fp32 or fp64; any strides. Also (B, L, D) and (L, D), which have one head; of more than
-        four axes all but the last three are batch.
+        four axes all but the last three are batch. Jagged nested tensors (B, Hq, j, D) and (B, j, D), then of
+        key and value too, go the way of `attention_varlen`.
     key : Tensor (B, Hkv, Lk, D)
     value : Tensor (B, Hkv, Lk, Dv)
         Hq is a multiple of Hkv: query head h reads key head h // (Hq / Hkv), which is never repeated in
@@ -130,10 +139,81 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017.
     """
+    arguments: dict[str, Any] = {
+        "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window": window, "q_offset": q_offset,
+        "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks, "return_lse": return_lse,
+        "return_stats": return_stats, "deterministic": deterministic,
+    }  # fmt: skip
+    if isinstance(query, Tensor) and query.is_nested:
+        nested.refuse(attn_mask=attn_mask, key_lengths=key_lengths, return_weights=return_weights)
+        return nested.attention(attention_varlen, query, key, value, backend=backend, **arguments)
     call = make_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
-        q_offset=q_offset, key_lengths=key_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
-        return_lse=return_lse, return_weights=return_weights, return_stats=return_stats,
+        query, key, value, attn_mask, enable_gqa=enable_gqa, key_lengths=key_lengths, return_weights=return_weights,
+        **arguments,
+    )  # fmt: skip
+    name = backends.choose(call, backend)
+    with without_autocast(query):
+        return _present(call, _compute(call, name))
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | str | Tensor = 0,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | AttentionResult:
+    """`attention` of B sequences of different lengths, packed one behind the other, without padding.
+
+    Parameters
+    ----------
+    query : Tensor (total_q, Hq, D)
+        All sequences' queries; any strides.
+    key : Tensor (total_k, Hkv, D)
+    value : Tensor (total_k, Hkv, Dv)
+    cu_seqlens_q, cu_seqlens_k : int tensor (B + 1,)
+        Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1: the running sum of the lengths, from 0 to the
+        total. A length may be 0. int32 is taken as it is. On a GPU the values are not checked (that would wait for
+        it): no kernel reads or writes outside the tensors, and rows that no sequence owns are undefined.
+    q_offset : int, "end" or int tensor (B,)
+        As in `attention`, within each sequence: "end" is its length of keys less its length of queries.
+    alibi_slopes : Tensor (Hq,) or (B, Hq), optional
+    dropout_p, is_causal, scale, window, softcap, sinks, return_lse, return_stats, deterministic, backend
+        As in `attention`. The longest length need not be given.
+
+    Returns
+    -------
+    Tensor (total_q, Hq, Dv), or AttentionResult when more was asked for; what it says of a row is (total_q, Hq).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was expected and what came.
+
+    Examples
+    --------
+    >>> import torch, mha_ext
+    >>> q, k, v = torch.randn(3, 100, 8, 64).unbind()
+    >>> cu_seqlens = torch.tensor([0, 30, 30, 100], dtype=torch.int32)
+    >>> mha_ext.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, is_causal=True).shape
+    torch.Size([100, 8, 64])
+    """
+    call = make_varlen_call(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, dropout_p, is_causal, scale, window=window, q_offset=q_offset,
+        alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, return_lse=return_lse, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
     name = backends.choose(call, backend)
@@ -141,20 +221,39 @@ def attention(
         return _present(call, _compute(call, name))
 
 
+def packed_attention(
+    packed: Tensor, num_heads: int, num_kv_heads: int, *, backend: str | None = None, **arguments: Any
+) -> Tensor | AttentionResult:
+    """`attention` of the parts of a packed projection (B, L, (Hq + 2 Hkv) D), with its other arguments.
+
+    The columns are those of `qkv_split`. The fused kernels read the parts where they lie, and write their gradients
+    into one.
+    """
+    (packed,) = autocast_inputs(packed)
+    call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
+    name = backends.choose(call, backend)
+    with without_autocast(packed):
+        if name == "fused":
+            settings = (call.rule, call.dropout_p, call.scale, call.return_stats)
+            return _present(call, fused.attention_packed(packed, num_heads, num_kv_heads, *settings))
+        return _present(call, _compute(call, name))
+
+
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
+    settings = (call.rule, call.dropout_p, call.scale, call.return_stats)
+    if backend == "fused":
+        return fused.attention(call.query, call.key, call.value, *settings, call.sequences)
     if backend == "unfused":
-        return unfused.attention(
-            call.query, call.key, call.value, call.rule, call.dropout_p, call.scale, call.return_stats
-        )
-    return reference.attention(
-        call.query,
-        call.key,
-        call.value,
-        dropout_p=call.dropout_p,
-        scale=call.scale,
-        return_entropy=call.return_stats,
-        **call.rule._asdict(),
-    )
+        return unfused.attention(call.query, call.key, call.value, *settings)
+    arguments: dict[str, Any] = {
+        "dropout_p": call.dropout_p, "scale": call.scale, "return_entropy": call.return_stats, **call.rule._asdict()
+    }  # fmt: skip
+    if call.sequences is None:
+        return reference.attention(call.query, call.key, call.value, **arguments)
+    del arguments["attn_mask"], arguments["key_lengths"]
+    query, key, value = map(from_heads, (call.query, call.key, call.value))
+    result = reference.attention_varlen(query, key, value, *call.sequences, **arguments)
+    return AttentionResult._make(None if x is None else by_heads(x) for x in result)
 
 
 def _present(call: AttentionCall, result: AttentionResult) -> Tensor | AttentionResult:
@@ -163,7 +262,8 @@ def _present(call: AttentionCall, result: AttentionResult) -> Tensor | Attention
     def shaped(x: Tensor | None, wanted: bool) -> Tensor | None:
         if not wanted or x is None:
             return None
-        x = x.contiguous()  # kernels pad the rows of weights
+        if call.sequences is not None:
+            return from_heads(x)
         return x if len(call.leading) == 2 else x.reshape(*call.leading, *x.shape[2:])
 
     output = shaped(result.output, True)
@@ -173,7 +273,7 @@ def _present(call: AttentionCall, result: AttentionResult) -> Tensor | Attention
     return AttentionResult(
         output,
         shaped(result.lse, call.return_lse),
-        shaped(result.weights, call.return_weights),
+        shaped(None if result.weights is None else result.weights.contiguous(), call.return_weights),  # rows are padded
         shaped(result.max_score, call.return_stats),
         shaped(result.entropy, call.return_stats),
     )

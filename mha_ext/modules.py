@@ -251,29 +251,36 @@ class MultiHeadAttention(nn.Module):
         check_bool("need_weights", need_weights)
         check_bool("average_attn_weights", average_attn_weights)
 
-        mask = self._mask(query, key, attn_mask, key_mask)
-        q, k, v = self._project(query, key, value)
-        if attn_mask is not None and key_mask is not None:  # one mask for both no longer says which keys are hidden
-            hidden = (~key_mask if key_mask.dtype == torch.bool else key_mask == -math.inf)[..., None]
-            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        result = functional.attention(
-            self._split_heads(q, self.num_heads),
-            self._split_heads(k, self.num_kv_heads),
-            self._split_heads(v, self.num_kv_heads),
-            mask,
-            self.dropout if self.training else 0.0,
-            is_causal,
-            scale,
-            self.num_kv_heads != self.num_heads,
-            window=window,
-            q_offset=q_offset if query.dim() == 3 else _of_one_item(q_offset),
-            key_lengths=key_lengths if query.dim() == 3 else _of_one_item(key_lengths),
-            alibi_slopes=alibi_slopes,
-            softcap=softcap,
-            sinks=sinks,
-            return_weights=need_weights,
-            backend=backend,
-        )
+        batched = query.dim() == 3
+        arguments: dict[str, Any] = {
+            "attn_mask": self._mask(query, key, attn_mask, key_mask),
+            "dropout_p": self.dropout if self.training else 0.0,
+            "is_causal": is_causal,
+            "scale": scale,
+            "window": window,
+            "q_offset": q_offset if batched else _of_one_item(q_offset),
+            "key_lengths": key_lengths if batched else _of_one_item(key_lengths),
+            "alibi_slopes": alibi_slopes,
+            "softcap": softcap,
+            "sinks": sinks,
+            "return_weights": need_weights,
+            "backend": backend,
+        }
+        if self.packed and query is key and key is value and (attn_mask is None or key_mask is None):
+            packed: Tensor = self.qkv_proj(query)
+            packed = packed if batched else packed[None]
+            result = functional.packed_attention(packed, self.num_heads, self.num_kv_heads, **arguments)
+        else:
+            q, k, v = self._project(query, key, value)
+            if attn_mask is not None and key_mask is not None:  # one mask for both no longer says which keys are hidden
+                hidden = (~key_mask if key_mask.dtype == torch.bool else key_mask == -math.inf)[..., None]
+                k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+            result = functional.attention(
+                self._split_heads(q, self.num_heads),
+                self._split_heads(k, self.num_kv_heads),
+                self._split_heads(v, self.num_kv_heads),
+                **arguments,
+            )
         if isinstance(result, Tensor):
             return self._merge_heads(result, query)
         weights = result.weights

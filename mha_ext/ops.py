@@ -135,7 +135,90 @@ def _fake_masked_softmax_backward(
     )
 
 
+def _empty_like_layout(model: Tensor, cols: int) -> Tensor:
+    """As in csrc/api/attention.cpp: rows outside of heads in memory, or heads outside of rows, as model has them."""
+    batch, heads, rows, _ = model.shape
+    if model.stride(1) < model.stride(2):
+        return model.new_empty((batch, rows, heads, cols)).transpose(1, 2)
+    return model.new_empty((batch, heads, rows, cols))
+
+
+def _fake_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    q_offsets: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q_offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    scale: float,
+    allow_tf32: bool,
+    for_backward: bool,
+    return_stats: bool,
+) -> tuple[Tensor, ...]:
+    rows = query.shape[:3]
+    shapes = (rows, (*rows, 2) if for_backward else (0,), *(rows if return_stats else (0,) for _ in range(2)))
+    return _empty_like_layout(query, value.shape[3]), *(query.new_empty(x, dtype=torch.float32) for x in shapes)
+
+
+def _fake_attention_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    row_stats: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    q_offsets: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q_offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    scale: float,
+    allow_tf32: bool,
+    packed: bool,
+    mask_grad: bool,
+    slopes_grad: bool,
+    sinks_grad: bool,
+) -> tuple[Tensor, ...]:
+    batch, heads, seqlen_q, head_dim = query.shape
+    gradients: tuple[Tensor, ...]
+    if packed:
+        columns = (heads + 2 * key.shape[1]) * head_dim
+        gradients = (query.new_empty((batch, seqlen_q, columns)), query.new_empty(0), query.new_empty(0))
+    else:
+        gradients = tuple(_empty_like_layout(x, x.shape[3]) for x in (query, key, value))
+    return (
+        *gradients,
+        torch.empty_like(attn_mask, memory_format=torch.contiguous_format)
+        if mask_grad and attn_mask is not None
+        else lse.new_empty(0),
+        lse.new_empty(alibi_slopes.shape) if slopes_grad and alibi_slopes is not None else lse.new_empty(0),
+        lse.new_empty(heads if sinks_grad else 0),
+    )
+
+
 if extension is not None:
+    torch.library.register_fake("mha_ext::attention_forward")(_fake_attention_forward)
+    torch.library.register_fake("mha_ext::attention_backward")(_fake_attention_backward)
     torch.library.register_fake("mha_ext::qkv_split")(_fake_qkv_split)
     torch.library.register_fake("mha_ext::qkv_merge")(_fake_qkv_merge)
     torch.library.register_fake("mha_ext::matmul")(_fake_matmul)
@@ -272,6 +355,27 @@ def restored_rule(ctx: Any, tensors: Iterable[Tensor | None]) -> ScoreRule:
     return ScoreRule._make(field if tensor is None else tensor for field, tensor in zip(ctx.rule, tensors, strict=True))
 
 
+def rule_tensors(rule: ScoreRule, batch: int, heads: int) -> tuple[Tensor | None, ...]:
+    """key_lengths, q_offsets, alibi_slopes and sinks, as operators take them."""
+    return (
+        None if rule.key_lengths is None else rule.key_lengths.contiguous(),
+        rule.q_offset.contiguous() if isinstance(rule.q_offset, Tensor) else None,
+        None if rule.alibi_slopes is None else rule.alibi_slopes.expand(batch, heads),
+        None if rule.sinks is None else rule.sinks.contiguous(),
+    )
+
+
+def rule_numbers(rule: ScoreRule) -> tuple[int, int, int, float]:
+    """q_offset, window_left, window_right and softcap, as operators take them."""
+    left, right = rule.window
+    return (
+        0 if isinstance(rule.q_offset, Tensor) else rule.q_offset,
+        -1 if left is None else left,
+        -1 if right is None else right,
+        rule.softcap or 0.0,
+    )
+
+
 def softmax_forward(
     scores: Tensor,
     rule: ScoreRule,
@@ -281,21 +385,12 @@ def softmax_forward(
     stats: bool,
 ) -> tuple[Tensor, ...]:
     """weights, dropped (empty without dropout), lse, max_score and entropy (empty unless `stats`)."""
-    batch, heads = scores.shape[:2]
-    left, right = rule.window
-    per_batch = isinstance(rule.q_offset, Tensor)
     return torch.ops.mha_ext.masked_softmax(
         unit_stride(scores),
         None if rule.attn_mask is None else rule.attn_mask.expand(scores.shape),
-        None if rule.key_lengths is None else rule.key_lengths.contiguous(),
-        rule.q_offset.contiguous() if isinstance(rule.q_offset, Tensor) else None,
-        None if rule.alibi_slopes is None else rule.alibi_slopes.expand(batch, heads),
-        None if rule.sinks is None else rule.sinks.contiguous(),
+        *rule_tensors(rule, *scores.shape[:2]),
         rng_state,
-        0 if per_batch else rule.q_offset,
-        -1 if left is None else left,
-        -1 if right is None else right,
-        rule.softcap or 0.0,
+        *rule_numbers(rule),
         dropout_p,
         dtype,
         stats,

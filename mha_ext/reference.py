@@ -24,6 +24,7 @@ __all__ = [
     "attention",
     "attention_output",
     "attention_scores",
+    "attention_varlen",
     "draw_rng_state",
     "dropout_keep",
     "masked_softmax",
@@ -112,6 +113,44 @@ def attention(
         softmax.max_score,
         softmax.entropy,
     )
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    **rule: Any,
+) -> AttentionResult:
+    """query (total_q, Hq, D), key (total_k, Hkv, D), value (total_k, Hkv, Dv) -> output (total_q, Hq, Dv).
+
+    Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Computed as a batch of padded sequences;
+    `rule` is the rest of `attention`'s arguments, and what is said of a row is (total_q, Hq).
+    """
+    starts_q, lengths_q = cu_seqlens_q[:-1], cu_seqlens_q.diff()
+    starts_k, lengths_k = cu_seqlens_k[:-1], cu_seqlens_k.diff()
+
+    def padded(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+        """(total, H, D) -> (B, H, longest, D); rows beyond a sequence are zeros."""
+        i = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=x.device)
+        rows = torch.where(i < lengths[:, None], starts[:, None] + i, x.shape[0])
+        return torch.cat((x, x.new_zeros(1, *x.shape[1:])))[rows].transpose(1, 2)
+
+    q = padded(query, starts_q, lengths_q)
+    k, v = (padded(x, starts_k, lengths_k) for x in (key, value))
+    result = attention(q, k, v, dropout_p=dropout_p, scale=scale, key_lengths=lengths_k.to(torch.int64), **rule)
+    sequence = torch.repeat_interleave(torch.arange(lengths_q.numel(), device=query.device), lengths_q)
+    row = torch.arange(query.shape[0], device=query.device) - starts_q[sequence]
+
+    def packed(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.transpose(1, 2)[sequence, row]
+
+    output = packed(result.output)
+    assert output is not None
+    return AttentionResult(output, packed(result.lse), None, packed(result.max_score), packed(result.entropy))
 
 
 def qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,9 @@ torch.set_num_threads(1)  # waking threads for tensors this small takes longer t
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if "kernels" in getattr(item, "fixturenames", ()) or parameters.get("backend") == "unfused":
+        fixtures = set(getattr(item, "fixturenames", ()))
+        backends = {value for name, value in parameters.items() if name.endswith("backend")}
+        if fixtures & {"kernels", "fused"} or backends & {"fused", "unfused"}:
             item.add_marker(pytest.mark.sim)
 
 
@@ -56,14 +58,41 @@ def kernels(_kernel_device: str) -> Iterator[str]:
         yield _kernel_device
 
 
+@pytest.fixture
+def fused(_kernel_device: str) -> Iterator[str]:
+    """The same with the fused kernels in force, which take neither fp64 nor calls that return weights."""
+    with mha_ext.backends.use_backend("fused"):
+        yield _kernel_device
+
+
+def _in_force(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
+    name = request.param
+    if name == "reference":
+        with mha_ext.backends.use_backend(name):
+            yield BackendUnderTest(name, "cpu")
+    else:
+        yield BackendUnderTest(name, request.getfixturevalue("kernels" if name == "unfused" else name))
+
+
 @pytest.fixture(params=["reference", "unfused"])
 def backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
-    """Every test that takes it runs once on the reference and once on the kernels: the backend in force."""
-    if request.param == "reference":
-        with mha_ext.backends.use_backend("reference"):
-            yield BackendUnderTest("reference", "cpu")
-    else:
-        yield BackendUnderTest("unfused", request.getfixturevalue("kernels"))
+    """Every test that takes it runs once on the reference and once on the kernels: the backend in force.
+
+    Of the kernels those that take every call: fp64 and returned weights as well.
+    """
+    yield from _in_force(request)
+
+
+@pytest.fixture(params=["reference", "unfused", "fused"])
+def any_backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
+    """Every backend, for calls that each of them takes."""
+    yield from _in_force(request)
+
+
+@pytest.fixture(params=["reference", "fused"])
+def packing_backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
+    """Every backend that takes packed sequences."""
+    yield from _in_force(request)
 
 
 @pytest.fixture

@@ -32,7 +32,22 @@ def test_cpu_tensors_go_to_the_reference_and_the_reason_is_given(query: torch.Te
 def test_the_explanation_can_be_read(query: torch.Tensor) -> None:
     lines = str(backends.explain(query, query, query, is_causal=True)).splitlines()
     assert lines[-1] == "-> reference: takes this call"
-    assert lines[0].startswith("   unfused: kernels: ")
+    assert lines[0].startswith("   fused: kernels: ")
+    assert lines[1].startswith("   unfused: kernels: ")
+
+
+def test_the_fused_kernels_say_what_they_do_not_take() -> None:
+    query, wide = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 257)
+    for call, reason in (
+        (((query.double(),) * 3, {}), "dtype: float64 has no fused kernel"),
+        (((query,) * 3, {"return_weights": True}), "returned weights: return_weights asks for the weights"),
+        (((wide, wide, query), {}), "head dimension: expected head dimensions from 1 to 256, got 257 (query)"),
+        (((query, query, wide), {}), "head dimension: expected head dimensions from 1 to 256, got 257 (value)"),
+    ):
+        arguments, options = call
+        said = backends.explain(*arguments, **options).reasons["fused"]
+        assert said is not None
+        assert said.startswith(reason)
 
 
 def test_every_backend_has_a_name_a_description_and_named_checks() -> None:
@@ -106,7 +121,7 @@ def test_the_argument_overrules_the_context(query: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", ["flash", "", "Reference", None])
 def test_an_unknown_name_is_refused(name: object) -> None:
     context = backends.use_backend(name)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^use_backend: expected one of unfused, reference"), context:
+    with pytest.raises(ValueError, match=r"^use_backend: expected one of fused, unfused, reference"), context:
         pass
 
 
@@ -128,7 +143,7 @@ def test_the_environment_decides_where_nothing_else_does() -> None:
 def test_an_unknown_name_in_the_environment_is_refused_at_import() -> None:
     failed = python("import mha_ext", MHA_EXT_BACKEND="flash")
     assert failed.returncode != 0
-    assert "MHA_EXT_BACKEND: expected one of unfused, reference, got 'flash'" in failed.stderr
+    assert "MHA_EXT_BACKEND: expected one of fused, unfused, reference, got 'flash'" in failed.stderr
 
 
 def test_available_says_what_this_machine_can_run() -> None:

@@ -59,6 +59,14 @@ int main() {
       std::printf("accumulator_row %d %d %d\n", lane, reg, accumulator_row(lane, reg));
       std::printf("accumulator_col %d %d %d\n", lane, reg, accumulator_col(lane, reg));
     }
+  for (int lane = 0; lane < 32; ++lane) {
+    std::printf("weighted_row %d %d\n", lane, weighted_row(lane));
+    std::printf("weighted_col %d %d\n", lane, weighted_col(lane));
+  }
+  for (int reg = 0; reg < 4; ++reg) std::printf("weight_register %d %d\n", reg, weight_register(reg));
+  for (int tile = 0; tile < 4; ++tile)
+    for (int col = 0; col < 8; ++col)
+      std::printf("weighted_out_col %d %d %d\n", tile, col, weighted_out_col(tile, col));
 }
 """
 
@@ -197,3 +205,18 @@ def test_fragments_are_those_of_the_instruction(layouts: Layouts) -> None:
         for i in range(4):  # C of both
             row, col = (group if i < 2 else group + 8), thread * 2 + (i & 1)
             assert (layouts["accumulator_row", lane, i], layouts["accumulator_col", lane, i]) == (row, col)
+
+
+def test_an_accumulator_is_operand_a_of_a_tf32_product(layouts: Layouts) -> None:
+    """Each k stands for one column of the accumulator, for all its rows, and for that row of the other matrix."""
+    stands_for: dict[int, int] = {}
+    for lane, reg in itertools.product(LANES, REGS):
+        source = layouts["weight_register", reg]
+        assert layouts["accumulator_row", lane, source] == layouts["a_row", lane, reg]
+        column = layouts["accumulator_col", lane, source]
+        assert stands_for.setdefault(layouts["a_k4", lane, reg], column) == column
+    assert sorted(stands_for.values()) == list(range(8))
+    for lane, reg, tile in itertools.product(LANES, range(2), range(4)):  # two registers of B for each accumulator
+        assert layouts["weighted_row", lane] + reg == stands_for[layouts["b_k4", lane, reg]]
+        column = layouts["weighted_col", lane] + tile
+        assert layouts["weighted_out_col", tile, layouts["b_row", lane, reg]] == column

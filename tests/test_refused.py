@@ -147,7 +147,7 @@ BAD_RULES = [
     Bad("return_weights", {"return_weights": "yes"}, TypeError, ("return_weights: expected True or False", "'yes'")),
     Bad("return_stats", {"return_stats": None}, TypeError, ("return_stats: expected True or False", "None")),
     Bad("deterministic", {"deterministic": 0}, TypeError, ("deterministic: expected True or False", "0 (int)")),
-    Bad("backend_name", {"backend": "flash"}, ValueError, ("backend: expected one of unfused, reference", "'flash'")),
+    Bad("backend_name", {"backend": "flash"}, ValueError, ("backend: expected one of fused, ", "'flash'")),
     Bad("backend_type", {"backend": 3}, ValueError, ("backend: expected one of", "3")),
 ]  # fmt: skip
 

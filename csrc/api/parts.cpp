@@ -2,18 +2,17 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
-#include <vector>
 
+#include "api/aligned_rows.h"
+#include "api/attention.h"
 #include "api/checks.h"
 #include "api/device.h"
-#include "attention/mask.h"
+#include "api/score_rule.h"
 #include "kernels/masked_softmax.h"
 #include "kernels/qkv_split.h"
 
@@ -21,12 +20,6 @@ namespace mha_ext {
 namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
-
-void check_axes(const at::Tensor& tensor, const char* name) {
-  for (int64_t size : tensor.sizes()) {
-    TORCH_CHECK_VALUE(size <= kMaxAxis, name, ": expected axes of at most ", kMaxAxis, ", got shape ", tensor.sizes());
-  }
-}
 
 // A tensor of rows as long as those of scores. fp64 goes with fp64 alone.
 void check_rows(const at::Tensor& tensor, const char* name, const at::Tensor& like, const char* like_name) {
@@ -47,37 +40,6 @@ void check_result_dtype(at::ScalarType dtype, const char* name, at::ScalarType o
   } else {
     check_dtype(dtype, name, {at::kHalf, at::kBFloat16, at::kFloat});
   }
-}
-
-void check_softcap(double softcap) {
-  TORCH_CHECK_VALUE(softcap >= 0 && std::isfinite(softcap), "softcap: expected a finite number >= 0, got ", softcap);
-}
-
-// Rows that start on 16 bytes whatever their length, since the products that read them copy 16 bytes at a time.
-// By its strides and not as a part of a longer tensor: autograd refuses to change a view among several outputs.
-at::Tensor empty_aligned_rows(at::IntArrayRef shape, const at::TensorOptions& options) {
-  constexpr int64_t kPitch = 8;
-  std::vector<int64_t> strides(shape.size(), 1);
-  int64_t stride = (shape.back() + kPitch - 1) / kPitch * kPitch;
-  for (size_t axis = shape.size() - 1; axis-- > 0;) {
-    strides[axis] = std::max<int64_t>(stride, 1);
-    stride = strides[axis] * shape[axis];
-  }
-  return at::empty_strided(shape, strides, options);
-}
-
-DropoutParams dropout_params(double dropout_p, const MaybeTensor& rng_state, const at::Tensor& like,
-                             const char* like_name) {
-  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, "dropout_p: expected a number from 0 to 1, got ", dropout_p);
-  TORCH_CHECK_VALUE(dropout_p == 0 || rng_state, "rng_state: expected a tensor when dropout_p is ", dropout_p,
-                    ", got None");
-  check_operand(rng_state, "rng_state", {2}, at::kLong, like, like_name);
-  DropoutParams params;
-  params.rng_state = int64_pointer(rng_state);
-  params.drop_all = dropout_p == 1;
-  params.threshold = params.drop_all ? 0 : static_cast<uint32_t>(dropout_p * 4294967296.0);
-  params.keep_scale = params.drop_all ? 0 : 1 / (1 - dropout_p);
-  return params;
 }
 
 // Heads of a packed projection: its columns are those of all query heads, then all key heads, then all value heads.
@@ -194,17 +156,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_so
     check_dtype(*attn_mask, "attn_mask", {at::kBool, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble});
     check_device(*attn_mask, "attn_mask", scores, "scores");
   }
-  check_operand(key_lengths, "key_lengths", {batch}, at::kLong, scores, "scores");
-  check_operand(q_offsets, "q_offsets", {batch}, at::kLong, scores, "scores");
-  check_operand(sinks, "sinks", {heads}, row_dtype, scores, "scores");
-  if (alibi_slopes) {  // of any strides
-    check_shape(*alibi_slopes, "alibi_slopes", {batch, heads});
-    check_dtype(*alibi_slopes, "alibi_slopes", {row_dtype});
-    check_device(*alibi_slopes, "alibi_slopes", scores, "scores");
+  ScoreRuleParams rule =
+      score_rule_params({key_lengths, q_offsets, alibi_slopes, sinks, q_offset, window_left, window_right, softcap},
+                        batch, heads, row_dtype, scores, "scores");
+  if (attn_mask) {
+    rule.attn_mask = pointer(attn_mask);
+    rule.mask_strides = strides4(*attn_mask);
+    rule.mask_dtype = to_dtype(attn_mask->scalar_type());
   }
-  TORCH_CHECK_VALUE(window_left >= -1, "window_left: expected -1 (unlimited) or more, got ", window_left);
-  TORCH_CHECK_VALUE(window_right >= -1, "window_right: expected -1 (unlimited) or more, got ", window_right);
-  check_softcap(softcap);
 
   const c10::DeviceGuard guard(scores.device());
   const at::TensorOptions weights_options = scores.options().dtype(out_dtype);
@@ -232,19 +191,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> masked_so
   params.seqlen_kv = scores.size(3);
   params.scores_dtype = to_dtype(scores.scalar_type());
   params.weights_dtype = to_dtype(out_dtype);
-  params.rule.attn_mask = pointer(attn_mask);
-  params.rule.mask_strides = attn_mask ? strides4(*attn_mask) : Strides4{};
-  params.rule.mask_dtype = attn_mask ? to_dtype(attn_mask->scalar_type()) : DType::kBool;
-  params.rule.key_lengths = int64_pointer(key_lengths);
-  params.rule.q_offsets = int64_pointer(q_offsets);
-  params.rule.alibi_slopes = pointer(alibi_slopes);
-  params.rule.alibi_batch_stride = alibi_slopes ? stride_of(*alibi_slopes, 0) : 0;
-  params.rule.alibi_head_stride = alibi_slopes ? stride_of(*alibi_slopes, 1) : 0;
-  params.rule.sinks = pointer(sinks);
-  params.rule.q_offset = q_offset;
-  params.rule.window_left = window_left;
-  params.rule.window_right = window_right;
-  params.rule.softcap = softcap;
+  params.rule = rule;
   params.dropout = dropout_params(dropout_p, rng_state, scores, "scores");
 
   const cudaStream_t stream = device::current_stream(scores.device());
@@ -341,6 +288,8 @@ torch::Library register_parts() {
   library.impl("matmul", &matmul);
   library.impl("masked_softmax", &masked_softmax);
   library.impl("masked_softmax_backward", &masked_softmax_backward);
+  library.impl("attention_forward", &attention_forward);
+  library.impl("attention_backward", &attention_backward);
   return library;
 }
 

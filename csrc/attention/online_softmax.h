@@ -16,6 +16,8 @@ constexpr T kInfinity = std::numeric_limits<T>::infinity();
 template <typename T>
 constexpr T kNaN = std::numeric_limits<T>::quiet_NaN();
 
+constexpr float kLog2E = 1.4426950408889634f;  // exp(x) = 2^(x kLog2E)
+
 // The larger of two, NaN when either is.
 template <typename T>
 MHA_HOST_DEVICE T max_or_nan(T a, T b) {

@@ -62,4 +62,16 @@ constexpr MHA_HOST_DEVICE int ldmatrix_trans_chunk(int lane) {
   return quarter_row<kOperand>(lane >> 3);
 }
 
+// An accumulator as operand A of a TF32 product: a lane holds columns 2t and 2t + 1 of it, where A wants k = t and t
+// + 4. So k = t and t + 4 stand for rows 2t and 2t + 1 of the other matrix, and nothing changes lanes. Of both rows a
+// lane reads four neighbours, columns 4g .. 4g + 3 of 32: one for each of four accumulators of 8 columns.
+constexpr MHA_HOST_DEVICE int weighted_row(int lane) { return (lane & 3) * 2; }
+constexpr MHA_HOST_DEVICE int weighted_col(int lane) { return (lane >> 2) * 4; }
+
+// The register of the accumulator that is operand A's register.
+constexpr MHA_HOST_DEVICE int weight_register(int reg) { return reg == 1 || reg == 2 ? 3 - reg : reg; }
+
+// The column that column `col` of accumulator `tile` of the four holds.
+constexpr MHA_HOST_DEVICE int weighted_out_col(int tile, int col) { return tile + col * 4; }
+
 }  // namespace mha_ext

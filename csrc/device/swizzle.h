@@ -41,4 +41,18 @@ constexpr MHA_HOST_DEVICE int swizzled_offset(int row, int chunk) {
   return row * kRowBytes + swizzle_chunk<kSwizzle, kRowBytes>(row, chunk) * kChunkBytes;
 }
 
+// Whether chunks of a row whose numbers differ by an XOR lie that XOR apart, so that one address leads to all of them.
+template <Swizzle kSwizzle, int kRowBytes>
+constexpr bool chunks_flip() {
+  constexpr int kChunks = kRowBytes / kChunkBytes;
+  if ((kChunks & (kChunks - 1)) != 0) return false;
+  for (int row = 0; row < kSwizzlePeriod<kSwizzle>; ++row) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int flipped = swizzled_offset<kSwizzle, kRowBytes>(row, 0) ^ (chunk * kChunkBytes);
+      if (flipped != swizzled_offset<kSwizzle, kRowBytes>(row, chunk)) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace mha_ext

@@ -34,6 +34,21 @@ __device__ __forceinline__ To convert(From x) {
   }
 }
 
+// Two neighbours in one register, the first in its lower half.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack_pair(float first, float second) {
+  uint32_t word;
+  if constexpr (std::is_same_v<Element, __half>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    memcpy(&word, &pair, sizeof(word));
+  } else {
+    static_assert(std::is_same_v<Element, __nv_bfloat16>);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    memcpy(&word, &pair, sizeof(word));
+  }
+  return word;
+}
+
 // Neighbouring elements that are read and written as one access of up to 16 bytes.
 template <typename T, int kCount>
 struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Pack {
@@ -63,6 +78,21 @@ __device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pac
     *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
   }
 }
+
+// Stores neighbours, of which `inside` lie in c: at once where c is aligned and all do.
+template <typename Out, int kCount>
+__device__ __forceinline__ void store_outputs(Out* c, const Pack<Out, kCount>& out, int64_t inside, bool aligned) {
+  if (aligned && inside >= kCount) {
+    store_pack(c, out);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < inside) c[i] = out.at[i];
+    }
+  }
+}
+
+constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// Reductions over a warp, or over all warps of a block.
+// Reductions over a quad, a warp, or all warps of a block.
 #pragma once
 
 namespace mha_ext {
@@ -14,6 +14,16 @@ __device__ __forceinline__ T warp_reduce(T value, Combine combine) {
     value = combine(value, __shfl_xor_sync(kAllLanes, value, distance));
   }
   return value;
+}
+
+// The same over the four lanes that hold a row of an mma accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 
 // The same over kWarps warps, which are the whole block where there is more than one. scratch: one value per warp.

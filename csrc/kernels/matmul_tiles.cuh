@@ -15,8 +15,6 @@ struct MatmulPlan {
   bool a_aligned, b_aligned, c_aligned;  // every row starts on a multiple of what one access moves
 };
 
-constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
 inline MatmulPlan matmul_plan(const MatmulParams& p, int block_m, int block_n, int store_elements) {
   const auto rows_align = [](const void* base, DType dtype, const Strides3& strides, int64_t elements) {
     return packs_align(base, dtype, elements, strides.batch, strides.head, strides.row);
@@ -86,19 +84,6 @@ __device__ __forceinline__ OperandWalk operand_walk(const void* base, const Stri
   walk.source = static_cast<const char*>(base) + (batch * strides.batch + head * strides.head) * kBytes +
                 first_line * walk.line_bytes + first_col * kBytes;
   return walk;
-}
-
-// Stores neighbouring outputs, of which `inside` lie in c: at once where c is aligned and all do.
-template <typename Out, int kCount>
-__device__ __forceinline__ void store_outputs(Out* c, const Pack<Out, kCount>& out, int64_t inside, bool aligned) {
-  if (aligned && inside >= kCount) {
-    store_pack(c, out);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i < inside) c[i] = out.at[i];
-    }
-  }
 }
 
 }  // namespace mha_ext

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import subprocess
 import time
@@ -44,6 +45,28 @@ def cases() -> dict[str, Callable[[], object]]:
         )
         packed = torch.randn(2, 128, (8 + 2 * 2) * 64).to(dtype)
         found[f"qkv_split {name} 128, 8+2x2 heads"] = lambda x=packed: ops.qkv_split(x, None, 8, 2)
+    return found
+
+
+def attention_cases(length: int = 1024) -> dict[str, Callable[[], object]]:
+    """Fused attention of two heads, forward and backward."""
+    import torch
+
+    import mha_ext
+
+    found: dict[str, Callable[[], object]] = {}
+    for dtype, head_dim, causal in itertools.product((torch.float16, torch.float32), (64, 128), (False, True)):
+        name = f"{str(dtype).removeprefix('torch.')} {length}x{head_dim} {'causal' if causal else 'full'}"
+        inputs = [torch.randn(1, 2, length, head_dim).to(dtype).requires_grad_() for _ in range(3)]
+
+        def forward(x: list[torch.Tensor] = inputs, causal: bool = causal) -> torch.Tensor:
+            return mha_ext.attention(*x, is_causal=causal, backend="fused")
+
+        output, grad = forward(), torch.randn(1, 2, length, head_dim).to(dtype)
+        found[f"attention {name}"] = forward
+        found[f"attention backward {name}"] = lambda x=inputs, y=output, g=grad: torch.autograd.grad(
+            y, x, g, retain_graph=True
+        )
     return found
 
 
@@ -109,7 +132,7 @@ def print_speed(simulator: Simulator, only: str) -> None:
         "all checks": {"checks": True, "count_memory": True},
     }
     print(f"{'case':36s}{'instr':>10s}" + "".join(f"{mode:>16s}{'':>10s}" for mode in modes))
-    for name, run in {**cases(), **backward_cases(), **tile_case()}.items():
+    for name, run in {**cases(), **backward_cases(), **attention_cases(256), **tile_case()}.items():
         if only not in name:
             continue
         simulator.take_records()
@@ -141,7 +164,7 @@ def main() -> None:
         print_speed(simulator, arguments.only)
         return
     results: list[tuple[str, LaunchRecord]] = []
-    for name, run in cases().items():
+    for name, run in {**cases(), **attention_cases()}.items():
         if arguments.only in name:
             simulator.take_records()
             run()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.gpusim.build import CSRC
-from tests.gpusim.mutations import MUTATIONS, reason, try_deletions, try_mutation, try_nothing
+from tests.gpusim.mutation_table import MUTATIONS
+from tests.gpusim.mutations import reason, try_deletions, try_mutation, try_nothing
 
 pytestmark = pytest.mark.sim
 

@@ -27,7 +27,19 @@ __device__ __forceinline__ uint32_t ld_shared_b32(uint32_t shared) {
   return word;
 }
 
+// Four neighbouring words, 16-byte aligned.
+__device__ __forceinline__ void ld_shared_v4(float (&words)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(words[0]), "=f"(words[1]), "=f"(words[2]), "=f"(words[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ void st_shared_b32(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
 // No instruction: keeps an address in its register, which the compiler would otherwise work out again in every loop.
 __device__ __forceinline__ void keep(uint32_t& address) { asm volatile("" : "+r"(address)); }
+__device__ __forceinline__ void keep(const char*& address) { asm volatile("" : "+l"(address)); }
 
 }  // namespace mha_ext::ptx

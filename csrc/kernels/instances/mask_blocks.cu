@@ -1,0 +1,1 @@
+#include "kernels/mask_blocks.cuh"

@@ -1,0 +1,68 @@
+"""Jagged nested tensors: a batch of sequences of different lengths that torch keeps packed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reference import AttentionResult
+
+__all__ = ["attention", "refuse"]
+
+
+def refuse(attn_mask: Any, key_lengths: Any, return_weights: Any) -> None:
+    """Refuse what has no meaning, or no form, for sequences of different lengths."""
+    if attn_mask is not None:
+        raise ValueError("attn_mask: expected None with nested tensors (is_causal, window and q_offset go), got a mask")
+    if key_lengths is not None:
+        raise ValueError("key_lengths: expected None with nested tensors, which know their lengths, got a tensor")
+    if return_weights:
+        raise ValueError("return_weights: expected False with nested tensors, got True; pad them to see the weights")
+
+
+def attention(
+    attention_varlen: Callable[..., Tensor | AttentionResult],
+    query: Tensor,
+    key: Any,
+    value: Any,
+    **arguments: Any,
+) -> Tensor | AttentionResult:
+    """`attention_varlen` of jagged query, key and value (B, H, j, D) or (B, j, D); its results are jagged too."""
+    values, offsets = zip(
+        *(_packed(name, x, query.dim()) for name, x in (("query", query), ("key", key), ("value", value))), strict=True
+    )
+    result = attention_varlen(*values, offsets[0], offsets[1], **arguments)
+
+    def jagged(x: Tensor | None) -> Tensor | None:
+        """(total, H, ...) -> (B, H, j, ...), or without heads as query is."""
+        if x is None:
+            return None
+        if query.dim() == 3:
+            return torch.nested.nested_tensor_from_jagged(x[:, 0].contiguous(), offsets[0])
+        return torch.nested.nested_tensor_from_jagged(x.contiguous(), offsets[0]).transpose(1, 2)
+
+    if isinstance(result, Tensor):
+        output = jagged(result)
+        assert output is not None
+        return output
+    return AttentionResult._make(map(jagged, result))
+
+
+def _packed(name: str, x: Any, dims: int) -> tuple[Tensor, Tensor]:
+    """The packed values (total, H, D) of a jagged tensor, and its offsets (B + 1,)."""
+    if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
+        raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged, as query, got {_kind(x)}")
+    if x.dim() != dims or dims not in (3, 4):
+        raise ValueError(f"{name}: expected (B, H, j, D) or (B, j, D), of as many axes as query, got {x.dim()} axes")
+    by_row: Any = x if dims == 3 else x.transpose(1, 2)  # (B, j, H, D)
+    if by_row._ragged_idx != 1 or by_row.lengths() is not None:
+        raise ValueError(f"{name}: expected jagged sequences one behind the other along axis {dims - 2}, got {x.shape}")
+    values = by_row.values()
+    return values[:, None] if dims == 3 else values, by_row.offsets()
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"layout {x.layout}" if x.is_nested else "a tensor that is not nested"
