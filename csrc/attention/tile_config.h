@@ -82,12 +82,14 @@ struct AttentionBwdTile {
 constexpr int warps(const AttentionBwdTile& tile) { return tile.warps_n * tile.warps_m; }
 
 // Backward, 16-bit, by mma.sync: one block an SM, whose eight warps have 255 registers a thread. 32 keys a warp: what
-// ldmatrix brings serves two mma, and shared memory is busy 6.4 (64), 6.8 (128) and 8.2 clocks (256) for each of them,
+// ldmatrix brings serves two mma, and shared memory is busy 6.4 (64), 6.8 (128) and 8.8 clocks (256) for each of them,
 // of which a tensor core takes 8.
 constexpr AttentionBwdTile attention_bwd_tile(int head_dim, bool general) {
   // General scores keep fewer of them in registers at a time: beside them lie masks, biases and random words.
-  if (head_dim == 64) return general ? AttentionBwdTile{128, 64, 4, 2, 2, 2, 1} : AttentionBwdTile{128, 128, 4, 2, 2, 1, 1};
-  if (head_dim == 128) return general ? AttentionBwdTile{128, 64, 4, 2, 2, 2, 2} : AttentionBwdTile{128, 64, 4, 2, 2, 1, 1};
+  if (head_dim == 64 && general) return {128, 64, 4, 2, 2, 2, 1};
+  if (head_dim == 64) return {128, 128, 4, 2, 2, 1, 1};
+  if (head_dim == 128 && general) return {128, 64, 4, 2, 2, 2, 2};
+  if (head_dim == 128) return {128, 64, 4, 2, 2, 1, 1};
   // 128 keys would not leave room for queries in shared memory. Four warps share their keys, each with a quarter of the
   // columns of dK and dV: two warps would read them twice as often.
   return {64, 64, 2, 4, 1, 1, 2};

@@ -30,6 +30,9 @@ _SOFTMAX_TESTS = (
 )
 SOFTMAX = (("masked_softmax_float",), _SOFTMAX_TESTS)
 BACKWARD = (("masked_softmax_backward_float",), _SOFTMAX_TESTS)
+_FUSED_TESTS = ("tests/test_fused.py", "-k", "float16 or group or strides or same_bits")
+FUSED_FORWARD = (("attention_fwd_fp16",), ("tests/test_attention_fwd_sm80.py", *_FUSED_TESTS))
+FUSED_BACKWARD = (("attention_bwd_fp16",), ("tests/test_attention_bwd_sm80.py", *_FUSED_TESTS))
 
 MUTATIONS = {
     # synchronisation
@@ -207,5 +210,120 @@ MUTATIONS = {
     ),
     "qkv_merge: bias gradient misses rows": Mutation(
         "kernels/qkv_split.cuh", "chunk * columns + column;", "column;", *QKV
+    ),
+    # fused attention, forward
+    "attention_fwd: barrier before the values are overwritten": Mutation(
+        "kernels/attention_fwd_sm80.cuh",
+        "    __syncthreads();          // ... all of them, and nobody reads values any more\n",
+        "",
+        *FUSED_FORWARD,
+    ),
+    "attention_fwd: keys read before they are here": Mutation(
+        "kernels/attention_fwd_sm80.cuh", "    ptx::cp_async_wait<0>();  // the keys are here ...\n", "", *FUSED_FORWARD
+    ),
+    "attention_fwd: values read before they are here": Mutation(
+        "kernels/attention_fwd_sm80.cuh",
+        "wait_for_values(bool follows) {\n  ptx::cp_async_wait<0>();\n",
+        "wait_for_values(bool follows) {\n",
+        *FUSED_FORWARD,
+    ),
+    "attention_fwd: reads one key too many": Mutation(
+        "kernels/attention_fwd_sm80.cuh", "first + row < range.end &&", "first + row <= range.end &&", *FUSED_FORWARD
+    ),
+    "attention_fwd: a row sees one key too many": Mutation(
+        "kernels/attention_fwd_scores.cuh", "k >= begin && k < end", "k >= begin && k <= end", *FUSED_FORWARD
+    ),
+    "attention_fwd: scale applied twice": Mutation(
+        "kernels/attention_fwd_softmax.cuh",
+        "const float unit = scale * kLog2E;",
+        "const float unit = scale * scale * kLog2E;",
+        *FUSED_FORWARD,
+    ),
+    "attention_fwd: sum not rescaled to the new maximum": Mutation(
+        "kernels/attention_fwd_softmax.cuh", "sum[i][half] *= factor;", "", *FUSED_FORWARD
+    ),
+    "attention_fwd: weights packed in the order of rows": Mutation(
+        "kernels/attention_fwd_sm80.cuh",
+        "acc[2 * step + quarter_k<Operand::kA>(reg)][2 * quarter_row<Operand::kA>(reg)]",
+        "acc[2 * step + quarter_row<Operand::kA>(reg)][2 * quarter_k<Operand::kA>(reg)]",
+        *FUSED_FORWARD,
+    ),
+    "attention_fwd: a masked tile counts as whole": Mutation(
+        "kernels/attention_query_tile.cuh",
+        "keys.masked = (shown >> (keys.index - window) & 1) == 0;",
+        "keys.masked = (shown >> (keys.index - window) & 1) != 0;",
+        *FUSED_FORWARD,
+    ),
+    "attention_fwd: dropout of the other key": Mutation(
+        "kernels/attention_fwd_scores.cuh",
+        "acc[i][j + w % 2][w / 2 * 2 + e]",
+        "acc[i][j + 1 - w % 2][w / 2 * 2 + e]",
+        *FUSED_FORWARD,
+    ),
+    "attention_fwd: packed heads in the order of queries": Mutation(
+        "kernels/attention_query_tile.cuh",
+        "return row - query_of(row) * pack;",
+        "return query_of(row) % pack;",
+        *FUSED_FORWARD,
+    ),
+    # fused attention, backward
+    "attention_bwd: barrier before P and dS of others are read": Mutation(
+        "kernels/attention_bwd_sm80.cuh",
+        "    __syncthreads();\n    if (next.block >= 0) fetch_row(next);",
+        "    if (next.block >= 0) fetch_row(next);",
+        *FUSED_BACKWARD,
+    ),
+    "attention_bwd: queries read before they are here": Mutation(
+        "kernels/attention_bwd_sm80.cuh",
+        "    ptx::cp_async_wait<0>();  // this step's tiles are here ...\n",
+        "",
+        *FUSED_BACKWARD,
+    ),
+    "attention_bwd: blocks add out of turn": Mutation(
+        "kernels/ordered_sum.cuh", "ptx::ld_acquire(turn) != mine.rank", "false", *FUSED_BACKWARD
+    ),
+    "attention_bwd: the last block does not add what came before": Mutation(
+        "kernels/ordered_sum.cuh", "if (mine.rank > 0) {", "if (mine.rank > 0 && !mine.last) {", *FUSED_BACKWARD
+    ),
+    "attention_bwd: P of its own queries twice": Mutation(
+        "kernels/attention_bwd_sm80.cuh",
+        "shared.p_smem, warp_n * kWarpN, (warp_m ^ Config::kFirstOther) * kWarpM * 2, lane)",
+        "shared.p_smem, warp_n * kWarpN, warp_m * kWarpM * 2, lane)",
+        *FUSED_BACKWARD,
+    ),
+    "attention_bwd: one query too many sees a key": Mutation(
+        "kernels/attention_bwd_scores.cuh",
+        "(ahead + key - query) < width",
+        "(ahead + key - query) <= width",
+        *FUSED_BACKWARD,
+    ),
+    "attention_bwd: the first head of the group for all": Mutation(
+        "kernels/attention_key_tile.cuh",
+        "return head_kv * group + member;",
+        "return head_kv * group + 0 * member;",
+        *FUSED_BACKWARD,
+    ),
+    "attention_bwd: no derivative of softcap": Mutation(
+        "kernels/attention_bwd_scores.cuh", "          grad *= tangent;\n", "", *FUSED_BACKWARD
+    ),
+    "attention_bwd: delta where dropout took the weight": Mutation(
+        "kernels/attention_bwd_scores.cuh",
+        "weight * (grad + mine.neg_delta);",
+        "weight * (kept == 0.0f ? 0.0f : grad + mine.neg_delta);",
+        *FUSED_BACKWARD,
+    ),
+    "attention_bwd: gradient of lse forgotten": Mutation(
+        "kernels/attention_bwd_delta.cuh",
+        "rowsum - (p.grad_lse ? p.grad_lse[at] : 0.0f)",
+        "rowsum",
+        ("attention_bwd_delta",),
+        _FUSED_TESTS,
+    ),
+    "mask_blocks: keys beyond the last are visible": Mutation(
+        "kernels/mask_blocks.cuh",
+        "key < keys_left && is_visible(row[key * key_stride])",
+        "key >= keys_left || is_visible(row[key * key_stride])",
+        ("mask_blocks",),
+        ("tests/test_mask_blocks.py",),
     ),
 }
