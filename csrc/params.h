@@ -189,7 +189,8 @@ struct AttentionBackwardParams {
   const void* grad_output;  // (batch, num_heads_q, seqlen_q, head_dim_v)
   Strides3 grad_output_strides;
   const float* grad_lse;  // the shape of lse, contiguous like it, or null
-  void* grad_query;       // of the shapes of query, key, value; every element is written
+  void* grad_query;  // of the shapes of query, key, value; every element is written but those of rows that no sequence
+                     // owns
   void* grad_key;
   void* grad_value;
   Strides3 grad_query_strides, grad_key_strides, grad_value_strides;

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .call import AttentionCall, make_call
-from .fused import MAX_HEAD_DIM
+from . import nested
+from .call import AttentionCall, make_call, make_varlen_call
+from .fused import MAX_HEAD_DIM, wants_grad
 
 __all__ = [
     "BACKENDS",
@@ -27,8 +28,6 @@ __all__ = [
     "has_kernels",
     "use_backend",
 ]
-
-FUSED_SHARED_BYTES = 163 * 1024  # what sm_80 and sm_90 offer; sm_86, sm_89 and sm_120 have 99 KB
 
 Check = Callable[[AttentionCall, bool], str | None]  # (call, asked for by name) -> None, or why not
 
@@ -138,18 +137,24 @@ def _head_dim(call: AttentionCall, by_name: bool) -> str | None:
 
 
 def _shared_memory(call: AttentionCall, by_name: bool) -> str | None:
-    return _shared_memory_refusal(call.query.device)
+    """All kernels fit sm_80 and sm_90; sm_86, sm_89 and sm_120 offer 99 KB a block (csrc/attention/tile_config.h)."""
+    if call.query.dtype == torch.float32:
+        return None
+    width = max(call.query.shape[3], call.value.shape[3])
+    gradient = wants_grad(
+        call.query, call.key, call.value, call.rule.attn_mask, call.rule.alibi_slopes, call.rule.sinks
+    )
+    needed = 163 if gradient or width > 128 else 99
+    return _shared_memory_refusal(call.query.device, needed * 1024)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _shared_memory_refusal(device: torch.device) -> str | None:
+def _shared_memory_refusal(device: torch.device, needed: int) -> str | None:
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
-    offered = getattr(properties, "shared_memory_per_block_optin", FUSED_SHARED_BYTES)
-    if offered >= FUSED_SHARED_BYTES:
-        return None
-    return f"expected {FUSED_SHARED_BYTES} bytes of shared memory a block, this GPU offers {offered}"
+    offered = getattr(properties, "shared_memory_per_block_optin", needed)
+    return None if offered >= needed else f"{needed} bytes a block are needed, this GPU offers {offered}"
 
 
 def _weights(call: AttentionCall, by_name: bool) -> str | None:
@@ -257,6 +262,8 @@ class Explanation(NamedTuple):
 def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
     """Say which backend `mha_ext.attention` with these arguments takes, and why each other one refused.
 
+    With `cu_seqlens_q=` and `cu_seqlens_k=`, `mha_ext.attention_varlen`.
+
     Examples
     --------
     >>> import torch, mha_ext
@@ -264,7 +271,12 @@ def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanatio
     >>> mha_ext.backends.explain(q, q, q, is_causal=True).backend
     'reference'
     """
-    call = make_call(*args, **kwargs)
+    if "cu_seqlens_q" in kwargs:
+        call = make_varlen_call(*args, **kwargs)
+    elif args and isinstance(args[0], Tensor) and args[0].is_nested:
+        call = make_varlen_call(*nested.packed(*args[:3]), *args[4:], **kwargs)
+    else:
+        call = make_call(*args, **kwargs)
     name = requested(backend)
     reasons = {candidate.name: candidate.refusal(call, candidate.name == name) for candidate in BACKENDS}
     chosen = name or next(key for key, reason in reasons.items() if reason is None)
@@ -280,7 +292,4 @@ def available() -> dict[str, str | None]:
         reason = f"no CUDA kernels ({_build()})"
     else:
         reason = _capability_refusal(torch.device("cuda", torch.cuda.current_device()))
-    fused = reason
-    if reason is None:
-        fused = _shared_memory_refusal(torch.device("cuda", torch.cuda.current_device()))
-    return {"fused": fused, "unfused": reason, "reference": None}
+    return {"fused": reason, "unfused": reason, "reference": None}

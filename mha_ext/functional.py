@@ -187,12 +187,13 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : int tensor (B + 1,)
         Sequence b owns the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1: the running sum of the lengths, from 0 to the
         total. A length may be 0. int32 is taken as it is. On a GPU the values are not checked (that would wait for
-        it): no kernel reads or writes outside the tensors, and rows that no sequence owns are undefined.
+        it): no kernel reads or writes outside the tensors, and rows that no sequence owns get output and gradients 0.
     q_offset : int, "end" or int tensor (B,)
         As in `attention`, within each sequence: "end" is its length of keys less its length of queries.
     alibi_slopes : Tensor (Hq,) or (B, Hq), optional
     dropout_p, is_causal, scale, window, softcap, sinks, return_lse, return_stats, deterministic, backend
-        As in `attention`. The longest length need not be given.
+        As in `attention`. The longest length need not be given. (`torch.compile` sees one graph on the fused kernels;
+        plain PyTorch pads to the longest sequence, whose length a graph does not know.)
 
     Returns
     -------

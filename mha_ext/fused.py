@@ -1,6 +1,6 @@
 """Attention by the fused kernels: no matrix of Lq x Lk is ever in memory, forward or backward.
 
-Saved for backward are the inputs, the output and two numbers a row. Where the backward itself is differentiated
+Saved for backward are the inputs, the output and three numbers a row. Where the backward itself is differentiated
 (`create_graph=True`), `reference` takes over.
 """
 
@@ -26,7 +26,7 @@ from .ops import (
 from .reference import AttentionResult
 from .score_rule import ScoreRule
 
-__all__ = ["attention", "attention_packed"]
+__all__ = ["attention", "attention_packed", "unpacked", "wants_grad"]
 
 MAX_HEAD_DIM = 256  # as kMaxFusedHeadDim in csrc/kernels/attention.h
 
@@ -250,7 +250,8 @@ def _apply_packed(*arguments: Any) -> tuple[Tensor, ...]:
     return _PackedAttention.apply(*arguments)
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether a backward will follow."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -276,7 +277,7 @@ def attention(
 ) -> AttentionResult:
     """`reference.attention` without weights, by one kernel forward and a few backward."""
     rng_state, settings = _settings(query, dropout_p, scale, return_stats)
-    if not _wants_grad(query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks):
+    if not wants_grad(query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks):
         return _result(_forward(query, key, value, rule, rng_state, sequences, settings, False))
     return _result(
         _apply(
@@ -290,7 +291,7 @@ def attention_packed(
 ) -> AttentionResult:
     """`attention` of the parts of a packed projection (B, L, (Hq + 2 Hkv) D), read and differentiated in place."""
     rng_state, settings = _settings(packed, dropout_p, scale, return_stats)
-    if not _wants_grad(packed, rule.attn_mask, rule.alibi_slopes, rule.sinks):
+    if not wants_grad(packed, rule.attn_mask, rule.alibi_slopes, rule.sinks):
         query, key, value = unpacked(packed, heads, heads_kv)
         return _result(_forward(query, key, value, rule, rng_state, None, settings, False))
     return _result(

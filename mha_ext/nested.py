@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .reference import AttentionResult
 
-__all__ = ["attention", "refuse"]
+__all__ = ["attention", "packed", "refuse"]
 
 
 def refuse(attn_mask: Any, key_lengths: Any, return_weights: Any) -> None:
@@ -29,18 +29,16 @@ def attention(
     **arguments: Any,
 ) -> Tensor | AttentionResult:
     """`attention_varlen` of jagged query, key and value (B, H, j, D) or (B, j, D); its results are jagged too."""
-    values, offsets = zip(
-        *(_packed(name, x, query.dim()) for name, x in (("query", query), ("key", key), ("value", value))), strict=True
-    )
-    result = attention_varlen(*values, offsets[0], offsets[1], **arguments)
+    q, k, v, offsets_q, offsets_k = packed(query, key, value)
+    result = attention_varlen(q, k, v, offsets_q, offsets_k, **arguments)
 
     def jagged(x: Tensor | None) -> Tensor | None:
         """(total, H, ...) -> (B, H, j, ...), or without heads as query is."""
         if x is None:
             return None
         if query.dim() == 3:
-            return torch.nested.nested_tensor_from_jagged(x[:, 0].contiguous(), offsets[0])
-        return torch.nested.nested_tensor_from_jagged(x.contiguous(), offsets[0]).transpose(1, 2)
+            return torch.nested.nested_tensor_from_jagged(x[:, 0].contiguous(), offsets_q)
+        return torch.nested.nested_tensor_from_jagged(x.contiguous(), offsets_q).transpose(1, 2)
 
     if isinstance(result, Tensor):
         output = jagged(result)
@@ -49,10 +47,34 @@ def attention(
     return AttentionResult._make(map(jagged, result))
 
 
+def packed(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `attention_varlen` for jagged query, key and value."""
+    dims = query.dim()
+    q, offsets_q = _packed("query", query, dims)
+    k, offsets_k = _packed("key", key, dims)
+    v, offsets_v = _packed("value", value, dims)
+    for name, offsets, like, offsets_like in (
+        ("key", offsets_k, "query", offsets_q),
+        ("value", offsets_v, "key", offsets_k),
+    ):
+        if offsets.shape != offsets_like.shape:
+            raise ValueError(
+                f"{name}: expected as many sequences as {like}, {len(offsets_like) - 1}, got {len(offsets) - 1}"
+            )
+    if offsets_v is not offsets_k:
+        same = (offsets_v == offsets_k).all()
+        message = "value: expected sequences of the lengths of key's, got others"
+        if same.device.type == "cpu" and not same:
+            raise ValueError(message)
+        torch._assert_async(same, message)  # a GPU is not waited for
+    return q, k, v, offsets_q, offsets_k
+
+
 def _packed(name: str, x: Any, dims: int) -> tuple[Tensor, Tensor]:
     """The packed values (total, H, D) of a jagged tensor, and its offsets (B + 1,)."""
+    like = "" if name == "query" else ", as query"
     if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
-        raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged, as query, got {_kind(x)}")
+        raise TypeError(f"{name}: expected a nested tensor of layout torch.jagged{like}, got {_kind(x)}")
     if x.dim() != dims or dims not in (3, 4):
         raise ValueError(f"{name}: expected (B, H, j, D) or (B, j, D), of as many axes as query, got {x.dim()} axes")
     by_row: Any = x if dims == 3 else x.transpose(1, 2)  # (B, j, H, D)

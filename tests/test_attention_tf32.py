@@ -104,6 +104,38 @@ def test_what_is_not_finite_reaches_those_who_see_it(
     assert torch.equal(output[untouched], clean[untouched])
 
 
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+
+
+@pytest.mark.parametrize("return_stats", [False, True], ids=["plain", "stats"])
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+@every_dtype
+def test_a_sink_that_is_not_finite(fused: str, dtype: torch.dtype, sink: float, return_stats: bool) -> None:
+    """A row without a softmax is NaN; the other head is as it was."""
+    inputs = make_inputs(Case("", Shape(1, 2, 1, 6, 9, 16, 16), ("causal_end", "sinks")), dtype, fused)
+    inputs["sinks"] = torch.tensor([sink, 0.5], device=fused)
+    wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    result = mha_ext.attention(**inputs, return_lse=True, return_stats=return_stats)
+    expected = mha_ext.attention(**wide, return_lse=True, return_stats=return_stats, backend="reference")
+    for ours, exact in zip(result, expected, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@every_dtype
+def test_a_row_that_sees_nothing_is_zero_whatever_its_tile_holds(fused: str, dtype: torch.dtype, number: float) -> None:
+    query, key, value = (torch.randn(1, 1, 3, 8).to(fused, dtype) for _ in range(3))
+    value[0, 0, 0] = number  # seen by the queries 1 and 2
+    output = mha_ext.attention(query.requires_grad_(), key, value, is_causal=True, q_offset=-1)
+    (grad_query,) = torch.autograd.grad(output.sum(), query)
+    for rows in (output, grad_query):
+        assert not rows[0, 0, 0].any()
+        assert not rows[0, 0, 1:].isfinite().any()
+
+
 def test_gradients_do_not_depend_on_the_order_of_blocks(fused: str) -> None:
     shape = Shape(2, 4, 2, 70, 100, 40, 64)
     inputs = make_inputs(Case("", shape, ("bias", "alibi_by_batch", "sinks", "window_left")), torch.float32, fused)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,34 @@ def test_the_fused_kernels_say_what_they_do_not_take() -> None:
         said = backends.explain(*arguments, **options).reasons["fused"]
         assert said is not None
         assert said.startswith(reason)
+
+
+def test_what_a_gpu_with_little_shared_memory_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)  # sm_86, sm_89
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: offered)
+    gpu = torch.device("cuda")
+    assert backends._shared_memory_refusal(gpu, 99 * 1024) is None
+    assert backends._shared_memory_refusal(gpu, 163 * 1024) == (
+        "166912 bytes a block are needed, this GPU offers 101376"
+    )
+    needed: list[int] = []
+    monkeypatch.setattr(backends, "_shared_memory_refusal", lambda device, size: needed.append(size // 1024))
+    call = backends.make_call(*[torch.randn(1, 1, 2, 128, dtype=torch.float16)] * 3)
+    backends._shared_memory(call, False)
+    backends._shared_memory(call._replace(key=call.key.requires_grad_()), False)
+    backends._shared_memory(backends.make_call(*[torch.randn(1, 1, 2, 136, dtype=torch.float16)] * 3), False)
+    backends._shared_memory(backends.make_call(*[torch.randn(1, 1, 2, 256)] * 3), False)
+    assert needed == [99, 163, 163]
+
+
+def test_packed_and_nested_calls_are_explained(query: torch.Tensor) -> None:
+    rows = torch.randn(10, 2, 8)
+    offsets = torch.tensor([0, 4, 10])
+    explanation = backends.explain(rows, rows, rows, cu_seqlens_q=offsets, cu_seqlens_k=offsets, is_causal=True)
+    assert explanation.backend == "reference"
+    assert str(explanation.reasons["unfused"]).startswith("sequences: ")
+    jagged = torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
+    assert backends.explain(jagged, jagged, jagged, is_causal=True).reasons == explanation.reasons
 
 
 def test_every_backend_has_a_name_a_description_and_named_checks() -> None:

@@ -93,7 +93,7 @@ def allocations(call: Any) -> list[int]:
 @pytest.mark.parametrize("mask", [None, "causal", "padding"])
 def test_memory_grows_with_the_length_and_not_with_its_square(fused: str, mask: str | None) -> None:
     """At L = 8192 the reference holds matrices of 256 MiB; all that a fused call allocates, forward and backward, is of
-    the size of its inputs and of two numbers a row."""
+    the size of its inputs and of three numbers a row."""
     length, head_dim = 8192, 64
     query, key, value = (torch.randn(1, 1, length, head_dim, dtype=torch.float16, device=fused) for _ in range(3))
     query, key, value = (x.requires_grad_() for x in (query, key, value))

@@ -225,6 +225,47 @@ def test_nested_tensors_that_do_not_fit_are_refused() -> None:
         mha_ext.attention(strided, strided, strided)
 
 
+def test_nested_sequences_of_other_lengths_are_refused() -> None:
+    rows = torch.randn(10, 2, 8)
+
+    def nested(*offsets: int) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(rows, torch.tensor(offsets)).transpose(1, 2)
+
+    query = nested(0, 4, 10)
+    with pytest.raises(ValueError, match="value: expected sequences of the lengths of key's"):
+        mha_ext.attention(query, nested(0, 4, 10), nested(0, 6, 10))
+    with pytest.raises(ValueError, match="value: expected as many sequences as key, 2, got 3"):
+        mha_ext.attention(query, query, nested(0, 4, 6, 10))
+    with pytest.raises(ValueError, match="key: expected as many sequences as query, 2, got 3"):
+        mha_ext.attention(query, nested(0, 4, 6, 10), nested(0, 4, 6, 10))
+    assert mha_ext.attention(query, nested(0, 7, 10), nested(0, 7, 10)).is_nested  # equal, if not the same
+
+
+@pytest.mark.parametrize("offsets", [(0, 30, 60), (10, 30, 75), (0, 60, 30, 75)])
+@every_dtype
+def test_rows_that_no_sequence_owns_are_zeros(fused: str, offsets: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Past the check of offsets, as on a GPU, in memory full of NaN."""
+    x = torch.randn(1, 2, 75, 8, device=fused).to(dtype)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=fused)
+    sinks = torch.zeros(2, device=fused)
+    rule = (None, None, None, None, sinks, None, cu_seqlens, cu_seqlens, 0, -1, 0, 0.0, 0.0, 0.3, False)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
+    try:
+        output, lse, row_stats, max_score, entropy = torch.ops.mha_ext.attention_forward(x, x, x, *rule, True, True)
+        grads = torch.ops.mha_ext.attention_backward(
+            x, None, x, x, x, output, lse, row_stats, *rule, False, False, False, True
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    owned = torch.zeros(75, dtype=torch.bool, device=fused)
+    if list(offsets) == sorted(offsets):
+        owned[offsets[0] : offsets[-1]] = True
+        assert all(x[:, :, ~owned].eq(0).all() for x in (output, entropy, *grads[:3]))
+        assert (lse[:, :, ~owned] == -math.inf).all()
+        assert (max_score[:, :, ~owned] == -math.inf).all()
+    assert all(x.isfinite().all() for x in (output, entropy, *grads[:3], grads[5]))
+
+
 def test_the_backward_can_be_differentiated(packing_backend: BackendUnderTest) -> None:
     query, key, value, cu_q, cu_k = make("some", torch.float32, packing_backend.device)
     output = mha_ext.attention_varlen(query, key, value, cu_q, cu_k, is_causal=True)

@@ -1,7 +1,7 @@
 #include "api/attention.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <limits>
@@ -48,6 +48,8 @@ void check_tensors(const Operands& x) {
   check_shape(x.value, "value", {batch, heads_kv, x.key.size(2), x.value.size(3)});
   TORCH_CHECK_VALUE(heads == heads_kv || (heads_kv > 0 && heads % heads_kv == 0),
                     "key: expected a number of heads that divides query's ", heads, ", got ", heads_kv);
+  TORCH_CHECK_VALUE(batch * heads <= std::numeric_limits<int32_t>::max(),
+                    "query: expected less than 2^31 heads in all, got shape ", x.query.sizes());
   const auto check_like_query = [&](const at::Tensor& tensor, const char* name) {
     check_dtype(tensor, name, {x.query.scalar_type()});
     check_device(tensor, name, x.query, "query");
@@ -234,7 +236,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
   at::Tensor row_stats =
       for_backward ? at::empty({batch, heads, seqlen_q, 2}, row_options) : at::empty({0}, row_options);
 
-  if (cu_seqlens_q) lse.fill_(-std::numeric_limits<float>::infinity());  // rows that no sequence owns
+  if (cu_seqlens_q) {  // rows that no sequence owns see nothing
+    output.zero_();
+    lse.fill_(-std::numeric_limits<float>::infinity());
+    if (return_stats) max_score.fill_(-std::numeric_limits<float>::infinity());
+    if (return_stats) entropy.zero_();
+  }
   if (is_empty(operands)) return {output, lse, row_stats, max_score, entropy};
 
   AttentionParams params;
@@ -305,11 +312,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     grad_value = empty_like_layout(value, value.size(3));
   }
 
+  if (cu_seqlens_q || is_empty(operands)) {  // rows that no sequence owns, and keys that no query sees
+    for (at::Tensor* grad : {&grad_query, &grad_key, &grad_value}) grad->zero_();
+  }
   if (is_empty(operands)) {
     const auto zeros_if = [&](bool wanted, const MaybeTensor& like) {
-      return wanted ? at::zeros_like(*like) : at::empty({0}, row_options);
+      return wanted ? at::zeros(like->sizes(), like->options()) : at::empty({0}, row_options);
     };
-    for (at::Tensor* grad : {&grad_query, &grad_key, &grad_value}) grad->zero_();
     return {packed ? grad_packed : grad_query,
             packed ? at::empty({0}, query.options()) : grad_key,
             packed ? at::empty({0}, query.options()) : grad_value,

@@ -87,6 +87,11 @@ MHA_HOST_DEVICE RowRule<T> row_rule(const ScoreRuleParams& params, int64_t b, in
   return rule;
 }
 
+// Whether a score is more than scale times a product. A bool mask, the window and the key length only hide.
+MHA_HOST_DEVICE bool changes_scores(const ScoreRuleParams& params) {
+  return params.alibi_slopes || params.softcap != 0 || (params.attn_mask && params.mask_dtype != DType::kBool);
+}
+
 // The sink of a head, -inf when there is none.
 template <typename T>
 MHA_HOST_DEVICE T row_sink(const ScoreRuleParams& params, int64_t h) {

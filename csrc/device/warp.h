@@ -16,16 +16,6 @@ __device__ __forceinline__ T warp_reduce(T value, Combine combine) {
   return value;
 }
 
-// The same over the four lanes that hold a row of an mma accumulator.
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(kAllLanes, x, 1);
-  return x + __shfl_xor_sync(kAllLanes, x, 2);
-}
-
 // The same over kWarps warps, which are the whole block where there is more than one. scratch: one value per warp.
 template <int kWarps, typename T, typename Combine>
 __device__ __forceinline__ T group_reduce(T value, T* scratch, Combine combine) {
@@ -44,6 +34,21 @@ __device__ __forceinline__ T group_reduce(T value, T* scratch, Combine combine) 
 template <int kWarps, typename T>
 __device__ __forceinline__ T group_sum(T value, T* scratch) {
   return group_reduce<kWarps>(value, scratch, [](T a, T b) { return a + b; });
+}
+
+// Over the four lanes that hold a row of an mma accumulator.
+template <typename Combine>
+__device__ __forceinline__ float quad_reduce(float x, Combine combine) {
+  x = combine(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return combine(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  return quad_reduce(x, [](float a, float b) { return fmaxf(a, b); });
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  return quad_reduce(x, [](float a, float b) { return a + b; });
 }
 
 }  // namespace mha_ext

@@ -103,29 +103,6 @@ __device__ __forceinline__ void weigh(typename Config::Acc& acc, const Attention
   });
 }
 
-// Dropped weights become negative. One draw serves two rows and two keys; see attention/dropout.h.
-template <int kMmaM, int kMmaN>
-__device__ __forceinline__ void mark_dropped(float (&weights)[kMmaM][kMmaN][4], const AttentionParams& p,
-                                             const QueryTile& tile, int row, int key) {
-  const DropoutSeed seed = dropout_seed(p.dropout.rng_state);
-  const uint32_t batch_head = static_cast<uint32_t>(tile.batch) * p.num_heads_q + tile.head;
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kMmaN; j += 2) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const RandomWords random = random_words(seed, batch_head, tile.first + row + 16 * i, key + 8 * j + e);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          float& weight = weights[i][j + w % 2][w / 2 * 2 + e];
-          weight = keeps(p.dropout, random.word[w]) ? weight : -weight;
-        }
-      }
-    }
-  }
-}
-
 // dP becomes what reaches the weights before dropout.
 template <int kMmaM, int kMmaN>
 __device__ __forceinline__ void drop_grads(float (&grads)[kMmaM][kMmaN][4], const float (&weights)[kMmaM][kMmaN][4],
@@ -208,7 +185,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const QueryTile tile(f, item.batch, item.head, item.first, Config::kBlockM);
     const int key = shared.block.n_begin + col;
     weigh<Config>(weights, f, tile, item, row, key);
-    if (f.dropout.rng_state) mark_dropped(weights, f, tile, row, key);
+    if (f.dropout.rng_state) {  // dropped weights become negative
+      apply_dropout(weights, f, tile, row, key, [](float weight, bool keep) { return keep ? weight : -weight; });
+    }
 
     float grads[kMmaM][kMmaN][4] = {};
     add_product(grads, f.head_dim_v);

@@ -117,45 +117,23 @@ __device__ __forceinline__ void store_gradients(float (&acc)[2][kMmaD][4], float
   });
 }
 
-template <typename Element>
-__device__ __forceinline__ void zero_rows(Element* rows, int64_t row_stride, int count, int columns) {
-  for (int row = threadIdx.x / kWarpSize; row < count; row += blockDim.x / kWarpSize) {
-    for (int col = threadIdx.x % kWarpSize; col < columns; col += kWarpSize) {
-      rows[row * row_stride + col] = convert<Element>(0.0f);
-    }
-  }
-}
-
-// What no step writes: dQ of queries that see no key, and the rows of packed tensors that belong to no sequence.
+// dQ of queries that see no key: no step writes it. A tile of them is a warp's.
 template <typename Config>
 __device__ __forceinline__ void zero_unseen(const AttentionBackwardParams& p, const KeyTile& tile,
-                                            const typename Config::Walk& walk) {
+                                            const typename Config::Walk& walk, int warp, int lane) {
   using Element = typename Config::Element;
-  const AttentionParams& f = p.forward;
-  const auto zero_queries = [&](int member, int first, int end) {
-    zero_rows(head_rows<Element>(p.grad_query, p.grad_query_strides, tile.batch, tile.head_of(member), first),
-              p.grad_query_strides.row, end - first, f.head_dim);
-  };
-  const auto zero_keys = [&](int first, int end) {
-    zero_rows(head_rows<Element>(p.grad_key, p.grad_key_strides, tile.batch, tile.head_kv, first),
-              p.grad_key_strides.row, end - first, f.head_dim);
-    zero_rows(head_rows<Element>(p.grad_value, p.grad_value_strides, tile.batch, tile.head_kv, first),
-              p.grad_value_strides.row, end - first, f.head_dim_v);
-  };
-  const bool is_first = f.cu_seqlens_q && tile.batch == 0, is_last = f.cu_seqlens_q && tile.batch == f.batch - 1;
-  const int queries_end = tile.queries.first + tile.queries.length, keys_end = tile.keys.first + tile.keys.length;
-  for (int member = 0; member < tile.group; ++member) {
-    for (int first = 0; first < tile.queries.length; first += Config::kBlockM) {
-      if (walk.is_unseen({member, first / Config::kBlockM, false, false, {}})) {
-        zero_queries(member, tile.queries.first + first,
-                     tile.queries.first + min(first + Config::kBlockM, tile.queries.length));
+  const int tiles = (tile.queries.length + Config::kBlockM - 1) / Config::kBlockM;
+  for (int index = warp; index < tile.group * tiles; index += Config::kWarps) {
+    const int member = index / tiles, block = index % tiles, first = block * Config::kBlockM;
+    if (!walk.is_unseen({member, block, false, false, {}})) continue;
+    Element* const rows = head_rows<Element>(p.grad_query, p.grad_query_strides, tile.batch, tile.head_of(member),
+                                             tile.queries.first + first);
+    for (int row = 0; row < min(Config::kBlockM, tile.queries.length - first); ++row) {
+      for (int col = lane; col < p.forward.head_dim; col += kWarpSize) {
+        rows[row * p.grad_query_strides.row + col] = convert<Element>(0.0f);
       }
     }
-    if (is_first) zero_queries(member, 0, tile.queries.first);
-    if (is_last) zero_queries(member, queries_end, static_cast<int>(f.seqlen_q));
   }
-  if (is_first) zero_keys(0, tile.keys.first);
-  if (is_last) zero_keys(keys_end, static_cast<int>(f.seqlen_kv));
 }
 
 // ---- gradients of the slopes ----

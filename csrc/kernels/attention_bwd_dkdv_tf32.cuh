@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const auto stats_of = [&](int q) {
       const int row = Scores::query_place(lane, q);
       const float2 kept = shared.row_stats_smem[row];
-      return QueryStats{kept.x, kept.y, shared.delta_smem[row]};
+      return RowStats{kept.x, kept.y, shared.delta_smem[row]};
     };
     const bool has_bits = mask_at(step) == BlockVisibility::kSome;
     if (general || has_bits || !visible.is_full(step.m_block, kBlockM)) {

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // What is known of this lane's queries; those that do not exist see nothing.
   const int64_t first_row =
       tile.batch * p.row_batch_stride + tile.head * p.row_head_stride + tile.queries.first + tile.first + warp_m;
-  QueryStats stats[kQueries];
+  RowStats stats[kQueries];
 #pragma unroll
   for (int q = 0; q < kQueries; ++q) {
     const int row = Scores::query_place(lane, q);

@@ -7,6 +7,7 @@
 #include "attention/tile_config.h"
 #include "device/types.h"
 #include "kernels/attention.h"
+#include "kernels/attention_general.h"
 
 namespace mha_ext {
 
@@ -14,10 +15,6 @@ namespace mha_ext {
 inline int attention_bwd_width(const AttentionParams& p) {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
   return head_dim <= 64 ? 64 : (head_dim <= 128 ? 128 : 256);
-}
-
-inline bool has_general_scores(const AttentionParams& p) {
-  return p.rule.attn_mask || p.rule.alibi_slopes || p.rule.softcap != 0 || p.dropout.rng_state;
 }
 
 inline AttentionBwdTile attention_bwd_tile(const AttentionParams& p) {

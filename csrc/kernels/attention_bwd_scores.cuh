@@ -82,8 +82,8 @@ __device__ __forceinline__ void plain_gradients(float (&scores)[2][kMmaM][4], fl
 template <int kMmaM>
 __device__ __forceinline__ void hide_outside(float (&weights)[2][kMmaM][4], float (&grads)[2][kMmaM][4],
                                              const Band& band, const LaneScores& at) {
-  const uint32_t width = static_cast<uint32_t>(band.upper - band.lower);
-  const int ahead = at.key - at.query - band.lower;
+  const uint32_t lower = static_cast<uint32_t>(band.lower), width = static_cast<uint32_t>(band.upper) - lower;
+  const uint32_t ahead = static_cast<uint32_t>(at.key) - static_cast<uint32_t>(at.query) - lower;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void hide_outside(float (&weights)[2][kMmaM][4], floa
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int key = 16 * i + r / 2 * 8, query = 8 * j + r % 2;
-        const bool visible = static_cast<uint32_t>(ahead + key - query) < width && at.key + key < band.key_end;
+        const bool visible = ahead + key - query < width && at.key + key < band.key_end;
         weights[i][j][r] = visible ? weights[i][j][r] : 0.0f;
         grads[i][j][r] = weights[i][j][r] == 0.0f ? 0.0f : grads[i][j][r];
       }

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   // Which keys. Blocks take numbers as they begin: each waits for lower ones only, and those are running.
   const bool in_order = all_in_order(f);
   if (threadIdx.x == 0) {
-    shared.block.begin(p, plan, static_cast<int>(atomicInc(plan.ticket, gridDim.x - 1)), kBlockM);
+    shared.block.begin(p, plan, static_cast<int>(atomicAdd(plan.ticket, 1)), kBlockM);
     if (!in_order) shared.block.tile.visible = {};
   }
   __syncthreads();
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       value_acc, 1.0f,
       head_rows<Element>(p.grad_value, p.grad_value_strides, tile.batch, tile.head_kv, tile.keys.first + first) + col,
       p.grad_value_strides.row, rows_left, f.head_dim_v - col, plan.value_aligned, lane);
-  if (tile.index == 0) zero_unseen<Config>(p, tile, walk);
+  if (tile.index == 0) zero_unseen<Config>(p, tile, walk, warp, lane);
 }
 
 // ---- the launcher ----

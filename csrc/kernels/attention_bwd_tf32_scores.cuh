@@ -12,7 +12,7 @@
 
 namespace mha_ext {
 
-struct QueryStats {
+struct RowStats {
   float shift, log2_sum;  // as the forward left them
   float delta;
 };
@@ -22,7 +22,7 @@ template <typename Tile, typename StatsOf>
 __device__ __forceinline__ void plain_gradients(Tile& scores, Tile& grads, float scale, StatsOf stats_of) {
 #pragma unroll
   for (int q = 0; q < Tile::kQueries; ++q) {
-    const QueryStats stats = stats_of(q);
+    const RowStats stats = stats_of(q);
 #pragma unroll
     for (int k = 0; k < Tile::kKeys; ++k) {
       const float t = scores.at(q, k) * scale - stats.shift;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void general_gradients(Tile& scores, Tile& grads, con
 
 #pragma unroll
   for (int q = 0; q < Tile::kQueries; ++q) {
-    const QueryStats stats = stats_of(q);
+    const RowStats stats = stats_of(q);
     const int query = place.query + Tile::query_place(lane, q), existing = min(query, place.queries - 1);
     const int lane_key = place.key + Tile::key_place(lane, 0);
     const RowRule<float> row = rule.row(place.head, existing);

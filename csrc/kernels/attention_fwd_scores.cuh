@@ -128,10 +128,10 @@ __device__ __forceinline__ void make_general_scores(float (&acc)[kMmaM][kMmaN][4
 
 // ---- weights ----
 
-// Sets the weights to 0 that dropout does not keep. One draw serves two rows and two keys; see attention/dropout.h.
-template <int kMmaM, int kMmaN>
-__device__ __forceinline__ void drop_weights(float (&acc)[kMmaM][kMmaN][4], const AttentionParams& p,
-                                             const QueryTile& tile, int row, int key) {
+// weight = change(weight, whether dropout keeps it). One draw serves two rows and two keys; see attention/dropout.h.
+template <int kMmaM, int kMmaN, typename Change>
+__device__ __forceinline__ void apply_dropout(float (&acc)[kMmaM][kMmaN][4], const AttentionParams& p,
+                                              const QueryTile& tile, int row, int key, Change change) {
   const DropoutSeed seed = dropout_seed(p.dropout.rng_state);
   const uint32_t batch_head = static_cast<uint32_t>(tile.batch) * p.num_heads_q + tile.head;
 #pragma unroll
@@ -144,7 +144,7 @@ __device__ __forceinline__ void drop_weights(float (&acc)[kMmaM][kMmaN][4], cons
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           float& weight = acc[i][j + w % 2][w / 2 * 2 + e];
-          if (!keeps(p.dropout, random.word[w])) weight = 0;
+          weight = change(weight, keeps(p.dropout, random.word[w]));
         }
       }
     }

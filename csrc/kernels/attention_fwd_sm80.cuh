@@ -19,6 +19,7 @@
 #include "kernels/attention.h"
 #include "kernels/attention_fwd_scores.cuh"
 #include "kernels/attention_fwd_softmax.cuh"
+#include "kernels/attention_general.h"
 #include "launch.h"
 
 namespace mha_ext {
@@ -316,7 +317,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (state.wants_moments()) state.add_moments(score_acc);
     state.exponentiate(score_acc);
     if constexpr (kGeneral) {
-      if (p.dropout.rng_state) drop_weights(score_acc, p, tile, row, key);
+      if (p.dropout.rng_state) {
+        apply_dropout(score_acc, p, tile, row, key, [](float weight, bool keep) { return keep ? weight : 0.0f; });
+      }
     }
 
     // Output.
@@ -339,13 +342,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
 
   // Divide by the sums, store.
+  const auto add = [](float a, float b) { return a + b; };
   float moment[kMmaM][2] = {};
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      state.sum[i][half] = quad_reduce(state.sum[i][half], add);
-      if (state.wants_moments()) moment[i][half] = quad_reduce(state.moment(i, half), add);
+      state.sum[i][half] = quad_sum(state.sum[i][half]);
+      if (state.wants_moments()) moment[i][half] = quad_sum(state.moment(i, half));
     }
   }
   exchange_rows<Config>(shared, state.sum, warp_n, row, lane, add);
@@ -393,11 +397,8 @@ void launch_attention_fwd(const AttentionParams& p, cudaStream_t stream) {
 
 template <typename Element, int kHeadDim>
 void dispatch_attention_fwd(const AttentionParams& p, cudaStream_t stream) {
-  const ScoreRuleParams& rule = p.rule;
-  const bool general = rule.attn_mask || rule.alibi_slopes || rule.softcap != 0 || p.dropout.rng_state || p.max_score ||
-                       p.entropy || !(p.scale > 0);
-  general ? launch_attention_fwd<Element, kHeadDim, true>(p, stream)
-          : launch_attention_fwd<Element, kHeadDim, false>(p, stream);
+  has_general_forward(p) ? launch_attention_fwd<Element, kHeadDim, true>(p, stream)
+                         : launch_attention_fwd<Element, kHeadDim, false>(p, stream);
 }
 
 template <typename Element>

@@ -33,15 +33,6 @@ inline ExponentPlan plain_exponents(float scale) {
   return {unit, std::min(8 / unit, 1e30f), -3e38f / std::max(unit, 1.0f), false};
 }
 
-// A row is spread over four lanes.
-template <typename Combine>
-__device__ __forceinline__ float quad_reduce(float x, Combine combine) {
-  x = combine(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return combine(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-
-__device__ __forceinline__ float add(float a, float b) { return a + b; }
-
 // What a lane knows of its rows 16 i + 8 half: weight = 2^(unit * (score - max)).
 template <typename Config>
 struct RowState {

@@ -215,26 +215,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     const float sink = row_sink<float>(p.rule, tile.head + tile.head_of(existing));
     const float max = softmax.max[q], sum = quad_sum(softmax.sum[q]);
     const float moment = p.entropy ? quad_sum(moment_of(q)) : 0.0f;
-    const float shift = softmax_shift(fmaxf(max, sink));
+    const bool none = sum == 0.0f;
+    const float shift = softmax_shift(max_or_nan(max, sink));
     const float keys = ptx::ex2((max - shift) * kLog2E);  // from their own shift to the common one
     const float total = sum * keys + ptx::ex2((sink - shift) * kLog2E);
-    const SoftmaxRow<float> finished(shift, total);
     if (row != existing) continue;
 
+    if (none) clear_row(out_acc[q / 2], q % 2);
     store_row(static_cast<float*>(p.output) + tile.offset(p.output_strides, row), out_acc[q / 2], q % 2,
-              finished.inverse_sum * keys * keep_scale, p.head_dim_v, plan.output_aligned, lane);
+              none ? 0.0f : keys / total * keep_scale, p.head_dim_v, plan.output_aligned, lane);
     if (lane % 4 != 0) continue;
     const int64_t at = tile.offset(row_strides, row);
-    p.lse[at] = finished.lse;
+    p.lse[at] = shift + std::log(total);
     if (p.row_stats) {
-      const bool none = sum == 0.0f;
       reinterpret_cast<float2*>(p.row_stats)[at] = make_float2(none ? 0.0f : shift, none ? 0.0f : std::log2(total));
     }
-    if (p.max_score) p.max_score[at] = total != total && max != kInfinity<float> ? kNaN<float> : max;
+    if (p.max_score) p.max_score[at] = sum != sum && max != kInfinity<float> ? kNaN<float> : max;
     if (p.entropy) {  // -sum w log w with w = e^t / total
       const float common_moment = keys * (moment + (max - shift) * sum);
-      const float entropy = (std::log(total) * sum * keys - common_moment) * finished.inverse_sum;
-      p.entropy[at] = sum == 0.0f ? 0.0f : entropy;
+      const float entropy = (std::log(total) * sum * keys - common_moment) / total;
+      p.entropy[at] = none ? 0.0f : entropy;
     }
   }
 }

@@ -153,6 +153,16 @@ __device__ __forceinline__ void add_weighted_rows(float (&out)[kMmaM][kMmaN][4],
   }
 }
 
+// Row `half` of the two that a lane has of an accumulator becomes 0: a NaN beside a weight of 0 is NaN.
+template <int kMmaN>
+__device__ __forceinline__ void clear_row(float (&out)[kMmaN][4], int half) {
+#pragma unroll
+  for (int n = 0; n < kMmaN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) out[n][2 * half + e] = 0.0f;
+  }
+}
+
 // Row `half` of the two that a lane has of an accumulator, times scale. row: where its column 0 lies.
 template <int kMmaN>
 __device__ __forceinline__ void store_row(float* row, const float (&out)[kMmaN][4], int half, float scale, int head_dim,

@@ -47,8 +47,7 @@ struct ScoreTile {
 
 // Whether a score is scale times a product, and scale > 0: then the largest product is the largest score.
 __device__ __forceinline__ bool has_plain_scores(const AttentionParams& p) {
-  const bool adds = p.rule.alibi_slopes || (p.rule.attn_mask && p.rule.mask_dtype != DType::kBool);
-  return p.scale > 0 && p.rule.softcap == 0 && !adds;
+  return p.scale > 0 && !changes_scores(p.rule);
 }
 
 // The rule of one batch. Made where it is needed: it would take many registers.

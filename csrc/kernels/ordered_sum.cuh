@@ -19,15 +19,14 @@ struct Turn {
 };
 
 // Adds this block's part to this warp's part of the sum; behind the last one, acc holds all of it. sum: this lane's
-// place; turn: whose rank may add, 0 before the first and again behind the last.
+// place; turn: whose rank may add, 0 before the first.
 // A block waits for those of lower rank: they must have begun before it.
 template <int kMmaM, int kMmaN>
 __device__ __forceinline__ void add_in_order(float (&acc)[kMmaM][kMmaN][4], float4* sum, uint32_t* turn,
                                              const Turn& mine, int lane) {
   if (mine.rank > 0) {
-    while (ptx::ld_acquire(turn) != mine.rank) {
-    }
-    __syncwarp();
+    if (lane == 0) ptx::wait_acquire(turn, mine.rank);
+    __syncwarp();  // what lane 0 knows of, the other lanes know of too
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -50,8 +49,6 @@ __device__ __forceinline__ void add_in_order(float (&acc)[kMmaM][kMmaN][4], floa
     }
     __syncwarp();
     if (lane == 0) ptx::st_release(turn, mine.rank + 1);
-  } else if (mine.rank > 0 && lane == 0) {
-    *turn = 0;
   }
 }
 

@@ -280,7 +280,7 @@ MUTATIONS = {
         *FUSED_BACKWARD,
     ),
     "attention_bwd: blocks add out of turn": Mutation(
-        "kernels/ordered_sum.cuh", "ptx::ld_acquire(turn) != mine.rank", "false", *FUSED_BACKWARD
+        "kernels/ordered_sum.cuh", "if (lane == 0) ptx::wait_acquire(turn, mine.rank);", "", *FUSED_BACKWARD
     ),
     "attention_bwd: the last block does not add what came before": Mutation(
         "kernels/ordered_sum.cuh", "if (mine.rank > 0) {", "if (mine.rank > 0 && !mine.last) {", *FUSED_BACKWARD
@@ -293,8 +293,8 @@ MUTATIONS = {
     ),
     "attention_bwd: one query too many sees a key": Mutation(
         "kernels/attention_bwd_scores.cuh",
-        "(ahead + key - query) < width",
-        "(ahead + key - query) <= width",
+        "ahead + key - query < width",
+        "ahead + key - query <= width",
         *FUSED_BACKWARD,
     ),
     "attention_bwd: the first head of the group for all": Mutation(
