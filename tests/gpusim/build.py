@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +40,16 @@ SIMULATOR_FLAGS = [
     "-march=native",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fno-gnu-unique",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
 ]
+
+OLDEST_GXX = 12  # the first with __builtin_shufflevector
+NEEDED_CXX = f"install g++ {OLDEST_GXX} or later, or clang++, or name one in CXX"
+KEPT_LIBRARIES = 8  # of each kind; every state of the sources gives another
+KEPT_DAYS = 14  # an object or PTX file that nothing asked for
 
 
 class BuildError(RuntimeError):
@@ -157,13 +162,13 @@ def build_library(name: str, steps: Sequence[Step], link: Sequence[str]) -> Path
     objects = {step: cache_dir() / "objects" / f"{_key(step)}.o" for step in steps}
     digest = hashlib.sha256("\0".join([*(path.name for path in objects.values()), *link]).encode()).hexdigest()[:24]
     library = cache_dir() / f"{name}-{digest}.so"
-    if library.is_file():
+    if _in_cache(library):
         return library
     with _locked(cache_dir() / f"{name}.lock"):
         if library.is_file():
             return library
         (cache_dir() / "objects").mkdir(parents=True, exist_ok=True)
-        missing = [step for step in steps if not objects[step].is_file()]
+        missing = [step for step in steps if not _in_cache(objects[step])]
         workers = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with concurrent.futures.ThreadPoolExecutor(max(workers, 1)) as pool:
             futures = {pool.submit(_compile, step, objects[step]): step for step in missing}
@@ -180,12 +185,45 @@ def build_library(name: str, steps: Sequence[Step], link: Sequence[str]) -> Path
         command = [cxx(), "-shared", "-o", str(temporary), *map(str, objects.values()), "-Wl,-Bsymbolic", *link]
         _run(command, library.name)
         temporary.rename(library)
+        prune(name)
     return library
+
+
+def _in_cache(path: Path) -> bool:
+    """Whether it is there; if so, it counts as new again."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another's cache
+        return path.is_file()
+    return True
+
+
+def prune(name: str) -> None:
+    """Delete the libraries of this name but the newest, and what nothing has asked for in days.
+
+    A library that a process has loaded stays usable to it.
+    """
+
+    def age(path: Path) -> float:
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - path.stat().st_mtime
+        return 0.0
+
+    libraries = sorted(cache_dir().glob(f"{name}-*.so"), key=age)
+    files = [*(cache_dir() / "objects").glob("*.o"), *(cache_dir() / "ptx").glob("*.ptx")]
+    old = [path for path in files if age(path) > KEPT_DAYS * 86400]
+    for path in [*libraries[KEPT_LIBRARIES:], *old]:
+        path.unlink(missing_ok=True)
 
 
 def _compile(step: Step, target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
     _run([*step.command, "-c", str(step.source), "-o", str(temporary)], str(step.source.relative_to(ROOT)))
+    if _key(step) != target.stem:
+        temporary.unlink()
+        raise BuildError(f"{step.source.relative_to(ROOT)} or what it includes changed while it was compiled")
     temporary.rename(target)
 
 
@@ -193,14 +231,33 @@ def cxx() -> str:
     """The C++ compiler."""
     found = build_backend.find_compiler(os.environ)
     if found is None:
-        raise MissingError("no C++ compiler: install g++ 11 or later, or name one in CXX")
+        raise MissingError(f"no C++ compiler: {NEEDED_CXX}")
     return found
+
+
+def check_cxx() -> None:
+    """Refuse a g++ that is too old, before it prints hundreds of errors."""
+    done = subprocess.run([cxx(), "-dumpversion"], capture_output=True, text=True, check=False)
+    major = done.stdout.strip().split(".")[0]
+    if not is_clang() and major.isdigit() and int(major) < OLDEST_GXX:
+        raise MissingError(f"{cxx()} is g++ {major}: {NEEDED_CXX}")
+
+
+def is_clang() -> bool:
+    """Whether the C++ compiler is clang, whatever its name."""
+    return "clang" in _version(cxx())
+
+
+def no_gnu_unique() -> list[str]:
+    """What keeps two loaded libraries from sharing their static variables; clang never shares them."""
+    return [] if is_clang() else ["-fno-gnu-unique"]
 
 
 def simulator_steps() -> list[Step]:
     """The simulator itself."""
     include = toolkit().home / "include"
-    command = (cxx(), *SIMULATOR_FLAGS, f"-isystem{include}")
+    check_cxx()
+    command = (cxx(), *SIMULATOR_FLAGS, *no_gnu_unique(), f"-isystem{include}")
     return [Step(source, command, (HERE / "src",)) for source in sorted((HERE / "src").glob("*.cpp"))]
 
 
@@ -219,7 +276,7 @@ def package_steps() -> list[Step]:
         "-O1",
         "-fPIC",
         "-fvisibility=hidden",
-        "-fno-gnu-unique",
+        *no_gnu_unique(),
         f"-DTORCH_VERSION_FOR_CACHE={torch.__version__.replace('+', '_').replace('.', '_')}",
         f"-I{CSRC}",
         f"-I{HERE / 'src'}",
@@ -280,7 +337,7 @@ def compile_ptx(source: Path, *flags: str, arch: str = "compute_90a") -> str:
         *flags,
     )
     target = cache_dir() / "ptx" / f"{_key(Step(source, command, (CSRC,)))}.ptx"
-    if not target.is_file():
+    if not _in_cache(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix(f".{os.getpid()}.tmp")
         _run([*command, str(source), "-o", str(temporary)], source.name)

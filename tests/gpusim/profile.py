@@ -1,8 +1,9 @@
 """Prints what every kernel of the package does at named shapes: the counters that stand in for a profiler.
 
-python -m tests.gpusim.profile            a table
-python -m tests.gpusim.profile --json     every counter
-python -m tests.gpusim.profile --speed    how fast the simulator is, on one thread
+python -m tests.gpusim.profile                                 a table
+python -m tests.gpusim.profile --json                          every counter
+python -m tests.gpusim.profile --speed                         how fast the simulator is, on one thread
+python -m tests.gpusim.profile --only attention --length 512 --head-dim 96 --heads 4      at another shape
 """
 
 from __future__ import annotations
@@ -13,34 +14,37 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.gpusim.build import load_package
 from tests.gpusim.simulator import LaunchRecord, Simulator
 
+Cases = dict[str, Callable[[], object]]
 
-def cases() -> dict[str, Callable[[], object]]:
-    """Named calls, one or more kernels each. Shapes are multiples of every tile."""
+
+def cases(length: int = 256, head_dim: int = 64) -> Cases:
+    """Named calls, one or more kernels each. These shapes are multiples of every tile."""
     import torch
 
     ops = torch.ops.mha_ext
     torch.manual_seed(0)
-    found: dict[str, Callable[[], object]] = {}
+    found: Cases = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         name = str(dtype).removeprefix("torch.")
-        a, p = torch.randn(1, 2, 256, 64, dtype=dtype), torch.rand(1, 2, 256, 256).to(dtype)
+        a, p = torch.randn(1, 2, length, head_dim, dtype=dtype), torch.rand(1, 2, length, length).to(dtype)
         for tf32 in (False, True) if dtype == torch.float32 else (False,):
             kind = "tf32" if tf32 else name
-            found[f"scores {kind} 256x256x64"] = lambda a=a, t=tf32: ops.matmul(
+            found[f"scores {kind} {length}x{length}x{head_dim}"] = lambda a=a, t=tf32: ops.matmul(
                 a, a, False, True, 0.125, 2, a.dtype, t, None
             )
-            found[f"output {kind} 256x64x256"] = lambda p=p, a=a, t=tf32: ops.matmul(
+            found[f"output {kind} {length}x{head_dim}x{length}"] = lambda p=p, a=a, t=tf32: ops.matmul(
                 p, a, False, False, 1.0, 2, a.dtype, t, None
             )
-            found[f"transposed {kind} 256x64x256"] = lambda p=p, a=a, t=tf32: ops.matmul(
+            found[f"transposed {kind} {length}x{head_dim}x{length}"] = lambda p=p, a=a, t=tf32: ops.matmul(
                 p, a, True, False, 1.0, 2, a.dtype, t, None
             )
-        found[f"softmax {name} 256x256"] = lambda p=p: ops.masked_softmax(
+        found[f"softmax {name} {length}x{length}"] = lambda p=p: ops.masked_softmax(
             p, None, None, None, None, None, None, 0, -1, -1, 0.0, 0.0, p.dtype, False
         )
         packed = torch.randn(2, 128, (8 + 2 * 2) * 64).to(dtype)
@@ -48,39 +52,53 @@ def cases() -> dict[str, Callable[[], object]]:
     return found
 
 
-def attention_cases(length: int = 1024) -> dict[str, Callable[[], object]]:
-    """Fused attention of two heads, forward and backward."""
+def attention_cases(length: int = 1024, head_dims: Sequence[int] = (64, 128), heads: int = 2, only: str = "") -> Cases:
+    """Fused attention, forward and backward: full, causal, with a boolean mask, and with a bias that has a gradient.
+
+    Only cases whose name contains `only`: to name a backward is to run its forward.
+    """
     import torch
 
     import mha_ext
 
-    found: dict[str, Callable[[], object]] = {}
-    for dtype, head_dim, causal in itertools.product((torch.float16, torch.float32), (64, 128), (False, True)):
-        name = f"{str(dtype).removeprefix('torch.')} {length}x{head_dim} {'causal' if causal else 'full'}"
-        inputs = [torch.randn(1, 2, length, head_dim).to(dtype).requires_grad_() for _ in range(3)]
+    found: Cases = {}
+    for dtype, head_dim, kind in itertools.product(
+        (torch.float16, torch.float32), head_dims, ("full", "causal", "mask", "bias")
+    ):
+        name = f"{str(dtype).removeprefix('torch.')} {length}x{head_dim} {kind}"
+        if not any(only in f"{direction} {name}" for direction in ("attention", "attention backward")):
+            continue
+        inputs = [torch.randn(1, heads, length, head_dim).to(dtype).requires_grad_() for _ in range(3)]
+        mask = torch.rand(1, heads, length, length)
+        options: dict[str, Any] = {"is_causal": kind == "causal", "backend": "fused"}
+        if kind == "mask":
+            options["attn_mask"] = mask < 0.9
+        if kind == "bias":
+            options["attn_mask"] = mask.to(dtype).requires_grad_()
+        wanted = [*inputs, options["attn_mask"]] if kind == "bias" else inputs
 
-        def forward(x: list[torch.Tensor] = inputs, causal: bool = causal) -> torch.Tensor:
-            return mha_ext.attention(*x, is_causal=causal, backend="fused")
+        def forward(x: list[torch.Tensor] = inputs, options: dict[str, Any] = options) -> torch.Tensor:
+            return mha_ext.attention(*x, **options)
 
-        output, grad = forward(), torch.randn(1, 2, length, head_dim).to(dtype)
+        output, grad = forward(), torch.randn(1, heads, length, head_dim).to(dtype)
         found[f"attention {name}"] = forward
-        found[f"attention backward {name}"] = lambda x=inputs, y=output, g=grad: torch.autograd.grad(
+        found[f"attention backward {name}"] = lambda x=wanted, y=output, g=grad: torch.autograd.grad(
             y, x, g, retain_graph=True
         )
     return found
 
 
-def backward_cases() -> dict[str, Callable[[], object]]:
+def backward_cases(length: int = 256) -> Cases:
     """The kernels of the backward pass."""
     import torch
 
     ops = torch.ops.mha_ext
-    found: dict[str, Callable[[], object]] = {}
+    found: Cases = {}
     for dtype in (torch.float16, torch.float32, torch.float64):
         name = str(dtype).removeprefix("torch.")
-        p = torch.rand(1, 2, 256, 256).to(dtype)
-        lse = torch.zeros(1, 2, 256, dtype=torch.promote_types(dtype, torch.float32))
-        found[f"softmax backward {name} 256x256"] = lambda p=p, lse=lse: ops.masked_softmax_backward(
+        p = torch.rand(1, 2, length, length).to(dtype)
+        lse = torch.zeros(1, 2, length, dtype=torch.promote_types(dtype, torch.float32))
+        found[f"softmax backward {name} {length}x{length}"] = lambda p=p, lse=lse: ops.masked_softmax_backward(
             p, None, None, p, None, lse, None, None, None, 0, 0.0, 0.0, p.dtype, False, False, False
         )
         query, key = torch.randn(2, 8, 128, 64).to(dtype), torch.randn(2, 2, 128, 64).to(dtype)
@@ -88,7 +106,7 @@ def backward_cases() -> dict[str, Callable[[], object]]:
     return found
 
 
-def tile_case() -> dict[str, Callable[[], object]]:
+def tile_case() -> Cases:
     """One block: 4 warps, the smallest launch of the tensor-core kernel."""
     import torch
 
@@ -125,14 +143,14 @@ def row(r: LaunchRecord) -> list[str]:
     ]
 
 
-def print_speed(simulator: Simulator, only: str) -> None:
+def print_speed(simulator: Simulator, only: str, named: Cases) -> None:
     """Warp instructions a second of processor time, the best of several rounds, without and with all checks."""
     modes = {
         "no checks": {"checks": False, "count_memory": False},
         "all checks": {"checks": True, "count_memory": True},
     }
     print(f"{'case':36s}{'instr':>10s}" + "".join(f"{mode:>16s}{'':>10s}" for mode in modes))
-    for name, run in {**cases(), **backward_cases(), **attention_cases(256), **tile_case()}.items():
+    for name, run in {**named, **tile_case()}.items():
         if only not in name:
             continue
         simulator.take_records()
@@ -158,13 +176,26 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="every counter of every launch")
     parser.add_argument("--speed", action="store_true", help="time the simulator itself")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--length", type=int, help="of the sequences (256; attention: 1024, with --speed 256)")
+    parser.add_argument("--head-dim", type=int, help="width of a head (64; attention: 64 and 128)")
+    parser.add_argument("--heads", type=int, default=2, help="of attention (2)")
     arguments = parser.parse_args()
     simulator = load_package()
+    named = {
+        **cases(arguments.length or 256, arguments.head_dim or 64),
+        **backward_cases(arguments.length or 256),
+        **attention_cases(
+            arguments.length or (256 if arguments.speed else 1024),
+            (arguments.head_dim,) if arguments.head_dim else (64, 128),
+            arguments.heads,
+            arguments.only,
+        ),
+    }
     if arguments.speed:
-        print_speed(simulator, arguments.only)
+        print_speed(simulator, arguments.only, named)
         return
     results: list[tuple[str, LaunchRecord]] = []
-    for name, run in {**cases(), **attention_cases()}.items():
+    for name, run in named.items():
         if arguments.only in name:
             simulator.take_records()
             run()

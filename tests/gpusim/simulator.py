@@ -89,7 +89,8 @@ class Simulator:
 
     def set(self, **switches: bool | int | str) -> None:
         """Set switches: the names of `CHECKS`, `checks` (all of them), `arrival` ("late", "at_once", "random"),
-        `seed` (0: warps take turns), `architecture`, `threads`, `multiprocessors`, `count_memory`, `step_limit`."""
+        `seed` (0: warps take turns), `architecture`, `threads`, `multiprocessors`, `count_memory`, `step_limit`,
+        `poll_limit`."""
         for name, value in switches.items():
             if name == "checks":
                 for check in CHECKS:

@@ -27,6 +27,11 @@ BROKEN = {
     "race_write": ("races", r"writes another value over"),
     "race_bytes": ("races", r"writes another value over"),
     "race_lanes": ("races", r"without __syncwarp"),
+    "meet": ("races", r"reads what .* without __syncwarp"),
+    "readers": ("races", r"overwrites what .* without __syncwarp"),
+    "store_lanes": ("races", r"writes another value over"),
+    "store_atomic": ("races", r"race on shared memory"),
+    "atomic_read": ("races", r"race on shared memory"),
     "async_wait": ("async_wait", r"before the wait for the asynchronous copy"),
     "async_groups": ("async_wait", r"before the wait for the asynchronous copy"),
     "async_barrier": (None, r"before the wait|never written|race on shared memory"),
@@ -36,6 +41,8 @@ BROKEN = {
     "divergent": (None, r"deadlock"),
     "members": (None, r"does not take part"),
     "producer": (None, r"never written|race on shared memory"),
+    "barrier_left": ("barriers", r"exits while other warps wait for it|ended with 32 of 64 threads at barrier 1"),
+    "wrapped": ("global_bounds", r"global read of 16 bytes out of bounds: 0xfffffffffffffff0"),
 }
 
 _OVERWRITTEN = r"overwrites shared memory, byte .* may still read"
@@ -56,6 +63,9 @@ BROKEN_SM90 = {
     "init_again": ("barriers", r"again, without mbarrier.inval"),
     "phase": (None, r"deadlock.*mbarrier at byte \d+ \(its phase 1 lacks 128 of 128 arrivals and 0 bytes\)"),
     "old_phase": ("barriers", r"only the current and the last phase"),
+    "elected": ("races", r"overwrites what warp 1, lane \d+ read, without a barrier"),
+    "elected_write": ("races", r"reads what warp 0, lane \d+ .* wrote, without a barrier"),
+    "refill": ("races", r"overwrites what warp 0, lane \d+ read, without __syncwarp"),
     "bulk_edge": (None, r"never written|race on shared memory"),
     "copy_edge": (None, r"never written|race on shared memory"),
     "bulk_other": (None, r"before the wait|race on shared memory"),
@@ -74,6 +84,13 @@ BROKEN_SM90 = {
     "wgmma_copy": ("async_wait", _OVERWRITTEN),
     "wgmma_bulk": ("async_wait", _OVERWRITTEN),
     "registers_pool": (None, r"deadlock.*asks for 1024 more"),
+    "bulk_left": ("async_wait", r"the block ended while a bulk load was in flight that nobody waited for"),
+    "cluster_order": (None, r"never written|race on shared memory"),
+    "cluster_relaxed": ("races", r"race on shared memory"),
+    "cluster_twice": ("barriers", r"arrives twice at the barrier of the cluster"),
+    "cluster_early": ("barriers", r"without having arrived"),
+    "cluster_named": ("barriers", r"the block ended with 32 of 64 threads at barrier 15"),
+    "cluster_deadlock": (None, r"deadlock.*waits for the barrier of the cluster"),
 }
 BROKEN |= BROKEN_SM90
 
@@ -91,7 +108,7 @@ class Modules:
 
     def launch(self, kernel: str, *arguments: Any, **options: Any) -> None:
         """Run the kernel of this name."""
-        self._modules[kernel.rsplit("_", 1)[0] in BROKEN_SM90].launch(kernel, *arguments, **options)
+        self._modules[kernel.rsplit("_", 1)[0] in {*BROKEN_SM90, "poll"}].launch(kernel, *arguments, **options)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +149,7 @@ def test_right(simulator: Simulator, module: Modules, what: str, seed: int, arri
         launch(module, f"{what}_right")
 
 
-@pytest.mark.parametrize("what", [what for what, (switch, _) in BROKEN.items() if switch and what != "global_bounds"])
+@pytest.mark.parametrize("what", [what for what, (switch, _) in BROKEN.items() if switch and switch != "global_bounds"])
 def test_switched_off(simulator: Simulator, module: Modules, what: str) -> None:
     switch = BROKEN[what][0]
     with simulator.using(checks=True, **{switch: False, "arrival": "late"}):
@@ -188,3 +205,11 @@ def test_launch_limits(simulator: Simulator, directives: str, threads: int, repo
 def test_step_limit(simulator: Simulator, module: Modules) -> None:
     with simulator.using(step_limit=5), pytest.raises(SimulatorError, match="the limit that was set"):
         launch(module, "race_overwrite_right")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("what", ["mbarrier", "global"])
+def test_polling(simulator: Simulator, module: Modules, what: str, seed: int) -> None:
+    with simulator.using(poll_limit=1 << 18, seed=seed), pytest.raises(SimulatorError, match="it polls") as report:
+        module.launch(f"poll_{what}", 1, 128, aligned_range(64), aligned_range(64), np.int32(64))
+    assert "broken_sm90.cu:" in str(report.value)

@@ -122,6 +122,74 @@ def test_gemm(simulator: Simulator, hopper: PtxModule) -> None:
     run_gemm(simulator, hopper)
 
 
+def small_kernel(body: str) -> str:
+    """A kernel without parameters, for one warp."""
+    return f""".version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k()
+{{
+ .reg .b32 %r<9>; .reg .b64 %d<9>; .shared .align 128 .b8 tile[128]; .shared .align 8 .b64 bar;
+ mov.u32 %r0, 0; mov.u64 %d0, 64; mov.u32 %r1, tile; mov.u32 %r2, bar;
+ {body}
+ ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%d0, {%r0}], [%r2];",
+        "cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%d0, {%r0}], [%r1];",
+        "cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%d0, {%r0}];",
+    ],
+)
+def test_no_tensor_map(simulator: Simulator, instruction: str) -> None:
+    module = simulator.load_ptx(small_kernel(instruction))
+    with pytest.raises(SimulatorError, match="no tensor map at the address given: 0x40 is"):
+        module.launch("k", 1, 1)
+
+
+def test_copy_of_nothing(simulator: Simulator) -> None:
+    """No bytes, in either direction."""
+    load = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d1], 0, [%r2];"
+    store = "cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1], 0;"
+    begin = "mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster; ld.param.u64 %d1, [p];"
+    text = small_kernel(f"{begin} {load} {store}").replace("entry k()", "entry k(.param .u64 p)")
+    simulator.load_ptx(text).launch("k", 1, 1, aligned(4, np.float32))
+
+
+def test_cache_policy(simulator: Simulator) -> None:
+    """There are no caches: a policy says nothing."""
+    text = small_kernel(
+        "createpolicy.fractional.L2::evict_last.b64 %d1, 1.0; createpolicy.fractional.L2::evict_first.b64 %d2;"
+        "ld.param.u64 %d3, [p]; ld.global.L2::cache_hint.b32 %r3, [%d3], %d1;"
+        "st.global.L2::cache_hint.b32 [%d3+4], %r3, %d2;"
+    ).replace("entry k()", "entry k(.param .u64 p)")
+    values = aligned(4, np.float32)
+    values[0] = 3
+    simulator.load_ptx(text).launch("k", 1, 1, values)
+    assert values[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("instruction", "report"),
+    [
+        ("max.f32 %r3, %r0, %r0, %r0;", "three-input min and max"),
+        ("createpolicy.range.global.L2::evict_last.b64 %d1, [%d0], 64, 128;", "createpolicy.range"),
+        (
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r1], 16, [%r2];",
+            "within shared memory",
+        ),
+        ("bmsk.clamp.b32 %r3, %r0, %r1;", "'bmsk.clamp.b32' is not known"),
+    ],
+)
+def test_not_there(simulator: Simulator, instruction: str, report: str) -> None:
+    with pytest.raises(SimulatorError, match=f"(?s){report}.*{instruction.split('.')[0]}"):
+        simulator.load_ptx(small_kernel(instruction)).launch("k", 1, 1)
+
+
 SYNCHRONISING = re.compile(r"^\s*(mbarrier\.|fence\.|bar\.|wgmma\.(fence|commit|wait)|cp\.async\.bulk\.(commit|wait))")
 
 

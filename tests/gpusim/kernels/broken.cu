@@ -289,4 +289,114 @@ __global__ void producer_right(const float* a, float* b, int n) {
   }
 }
 
+// one warp arrives at a barrier that the other never comes to
+__global__ void barrier_left_broken(const float* a, float* b, int n) {
+  b[threadIdx.x] = a[threadIdx.x];
+  if (threadIdx.x < 32) asm volatile("bar.arrive 1, 64;" ::: "memory");
+}
+__global__ void barrier_left_right(const float* a, float* b, int n) {
+  b[threadIdx.x] = a[threadIdx.x];
+  if (threadIdx.x < 32)
+    asm volatile("bar.arrive 1, 64;" ::: "memory");
+  else
+    asm volatile("bar.sync 1, 64;" ::: "memory");
+}
+
+// an address from which on the bytes pass 2^64
+__global__ void wrapped_broken(const float* a, float* b, int n) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(~0ull - 15));
+  b[threadIdx.x] = v.x;
+}
+__global__ void wrapped_right(const float* a, float* b, int n) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(a));
+  b[threadIdx.x] = v.x;
+}
+
+// lanes 0 and 1 meet, but the place is that of a lane that was not there
+__global__ void meet_broken(const float* a, float* b, int n) {
+  __shared__ float copy[64];
+  copy[threadIdx.x] = a[threadIdx.x];
+  if (threadIdx.x % 32 < 2) __syncwarp(3);
+  b[threadIdx.x] = threadIdx.x % 32 < 2 ? copy[threadIdx.x ^ 2] : 0;
+}
+__global__ void meet_right(const float* a, float* b, int n) {
+  __shared__ float copy[64];
+  copy[threadIdx.x] = a[threadIdx.x];
+  if (threadIdx.x % 32 < 2) __syncwarp(3);
+  b[threadIdx.x] = threadIdx.x % 32 < 2 ? copy[threadIdx.x ^ 1] : 0;
+}
+
+// all lanes read, then one reads again, later, and writes
+#define READERS(name, between)                              \
+  __global__ void name(const float* a, float* b, int n) {   \
+    __shared__ volatile float sum;                          \
+    if (threadIdx.x == 0) sum = a[0];                       \
+    __syncthreads();                                        \
+    if (threadIdx.x < 32) {                                 \
+      b[threadIdx.x] = *const_cast<float*>(&sum);           \
+      asm volatile("fence.proxy.async;" ::: "memory");      \
+      between;                                              \
+      if (threadIdx.x == 0) *const_cast<float*>(&sum) += 1; \
+    }                                                       \
+  }
+READERS(readers_broken, )
+READERS(readers_right, __syncwarp())
+
+// lanes of one store write different values, the last of them what was there before
+__global__ void store_lanes_broken(const float* a, float* b, int n) {
+  __shared__ float last;
+  if (threadIdx.x == 0) last = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) last = threadIdx.x == 0 ? 7.0f : 0.0f;
+  __syncthreads();
+  b[threadIdx.x] = last;
+}
+__global__ void store_lanes_right(const float* a, float* b, int n) {
+  __shared__ float last;
+  if (threadIdx.x == 0) last = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) last = 7;
+  __syncthreads();
+  b[threadIdx.x] = last;
+}
+
+// a plain store beside an atomic one: which is last is not known, though they write the same
+__global__ void store_atomic_broken(const float* a, float* b, int n) {
+  __shared__ int flag;
+  if (threadIdx.x == 0) flag = 0;
+  __syncthreads();
+  if (threadIdx.x == 0) atomicExch(&flag, 1);
+  if (threadIdx.x == 32) flag = 1;
+  __syncthreads();
+  b[threadIdx.x] = flag;
+}
+__global__ void store_atomic_right(const float* a, float* b, int n) {
+  __shared__ int flag;
+  if (threadIdx.x == 0) flag = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) atomicExch(&flag, 1);
+  __syncthreads();
+  b[threadIdx.x] = flag;
+}
+
+// an atomic update of what another warp reads by a plain load
+__global__ void atomic_read_broken(const float* a, float* b, int n) {
+  __shared__ int count;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) b[threadIdx.x] = count;
+  if (threadIdx.x == 32) atomicAdd(&count, 1);
+}
+__global__ void atomic_read_right(const float* a, float* b, int n) {
+  __shared__ int count;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) b[threadIdx.x] = atomicAdd(&count, 0);
+  if (threadIdx.x == 32) atomicAdd(&count, 1);
+}
+
 }  // extern "C"

@@ -17,6 +17,9 @@ INSTRUCTION(wgmma_commit, "wgmma.commit_group.sync.aligned;")
 INSTRUCTION(wgmma_wait, "wgmma.wait_group.sync.aligned 0;")
 INSTRUCTION(wgmma_wait_one, "wgmma.wait_group.sync.aligned 1;")
 INSTRUCTION(wait_copies, "cp.async.wait_all;")
+INSTRUCTION(cluster_arrive, "barrier.cluster.arrive.aligned;")
+INSTRUCTION(cluster_relaxed, "barrier.cluster.arrive.relaxed.aligned;")
+INSTRUCTION(cluster_wait, "barrier.cluster.wait.aligned;")
 
 __device__ void init(uint64_t& bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&bar)), "r"(count) : "memory");
@@ -394,6 +397,71 @@ __global__ void old_phase_right(const float* a, float* b, int n) {
   if (threadIdx.x < 64) b[threadIdx.x] = a[threadIdx.x];
 }
 
+// One lane arrives for its warp: what the others wrote, or read, it hands over after __syncwarp only.
+#define ELECTED(name, between)                                      \
+  __global__ void elected_##name(const float* a, float* b, int n) { \
+    __shared__ float tile[32];                                      \
+    __shared__ uint64_t full, empty;                                \
+    if (threadIdx.x == 0) init(full, 1), init(empty, 1);            \
+    __syncthreads();                                                \
+    for (int i = 0; i < 2; ++i) {                                   \
+      if (threadIdx.x < 32) {                                       \
+        if (i > 0) wait(empty, 0);                                  \
+        tile[threadIdx.x] = a[threadIdx.x] + i;                     \
+        __syncwarp();                                               \
+        if (threadIdx.x == 0) arrive(full);                         \
+      } else if (threadIdx.x < 64) {                                \
+        wait(full, i);                                              \
+        b[threadIdx.x] = tile[threadIdx.x - 32];                    \
+        between;                                                    \
+        if (threadIdx.x == 32) arrive(empty);                       \
+      }                                                             \
+    }                                                               \
+  }
+ELECTED(broken, )
+ELECTED(right, __syncwarp())
+
+__global__ void elected_write_broken(const float* a, float* b, int n) {
+  __shared__ float tile[32];
+  __shared__ uint64_t bar;
+  if (threadIdx.x == 0) init(bar, 1);
+  __syncthreads();
+  if (threadIdx.x < 32) tile[threadIdx.x] = a[threadIdx.x];
+  if (threadIdx.x == 0) arrive(bar);
+  if (threadIdx.x >= 32) wait(bar, 0);
+  if (threadIdx.x >= 32 && threadIdx.x < 64) b[threadIdx.x] = tile[threadIdx.x - 32];
+}
+__global__ void elected_write_right(const float* a, float* b, int n) {  // every lane arrives for itself, in any order
+  __shared__ float tile[32];
+  __shared__ uint64_t bar;
+  if (threadIdx.x == 0) init(bar, 32);
+  __syncthreads();
+  if (threadIdx.x < 32) tile[threadIdx.x] = a[threadIdx.x];
+  if (threadIdx.x < 32 && threadIdx.x % 2) arrive(bar);
+  if (threadIdx.x < 32 && threadIdx.x % 2 == 0) arrive(bar);
+  if (threadIdx.x >= 32) wait(bar, 0);
+  if (threadIdx.x >= 32 && threadIdx.x < 64) b[threadIdx.x] = tile[threadIdx.x - 32];
+}
+
+// One lane refills what its whole warp has just read.
+#define REFILL(name, between)                                                         \
+  __global__ void refill_##name(const float* a, float* b, int n) {                    \
+    __shared__ alignas(128) float tile[32];                                           \
+    __shared__ uint64_t bar;                                                          \
+    if (threadIdx.x == 0) init(bar, 1), fence_init();                                 \
+    __syncthreads();                                                                  \
+    if (threadIdx.x >= 32) return;                                                    \
+    if (threadIdx.x == 0) arrive_expect(bar, 128), bulk_load(tile, a, 128, bar);      \
+    wait(bar, 0);                                                                     \
+    b[threadIdx.x] = tile[threadIdx.x];                                               \
+    between;                                                                          \
+    if (threadIdx.x == 0) arrive_expect(bar, 128), bulk_load(tile, a + 32, 128, bar); \
+    wait(bar, 1);                                                                     \
+    b[threadIdx.x + 32] = tile[threadIdx.x];                                          \
+  }
+REFILL(broken, )
+REFILL(right, __syncwarp())
+
 // ---- bulk copies ----
 
 // The arrival hands over what its thread did before it; a copy that ends later hands over the copy alone.
@@ -731,5 +799,71 @@ OVERWRITE(wgmma_bulk, if (threadIdx.x == 0)(arrive_expect(bar, 256), bulk_load(s
   }
 REGISTERS(registers_pool_broken, "dec.sync.aligned.u32 104", "inc.sync.aligned.u32 160")
 REGISTERS(registers_pool_right, "dec.sync.aligned.u32 96", "inc.sync.aligned.u32 160")
+
+// ---- what is left over at the end ----
+
+// a bulk load that nobody waits for: it may land when the shared memory belongs to another block
+__global__ void bulk_left_broken(const float* a, float* b, int n) {
+  __shared__ alignas(128) float tile[64];
+  __shared__ uint64_t bar;
+  if (threadIdx.x == 0) init(bar, 1), fence_init(), arrive_expect(bar, 256), bulk_load(tile, a, 256, bar);
+  if (threadIdx.x < 64) b[threadIdx.x] = a[threadIdx.x];
+}
+__global__ void bulk_left_right(const float* a, float* b, int n) {
+  __shared__ alignas(128) float tile[64];
+  __shared__ uint64_t bar;
+  if (threadIdx.x == 0) {
+    init(bar, 1), fence_init(), arrive_expect(bar, 256), bulk_load(tile, a, 256, bar);
+    wait(bar, 0);
+  }
+  if (threadIdx.x < 64) b[threadIdx.x] = a[threadIdx.x];
+}
+
+// ---- the barrier of a cluster of one block ----
+
+#define CLUSTER(name, before, between, after)             \
+  __global__ void name(const float* a, float* b, int n) { \
+    __shared__ float tile[64];                            \
+    before;                                               \
+    between;                                              \
+    cluster_wait();                                       \
+    after;                                                \
+  }
+#define PUT \
+  if (threadIdx.x < 64) tile[threadIdx.x] = a[threadIdx.x]
+#define GET \
+  if (threadIdx.x >= 64) b[threadIdx.x - 64] = tile[threadIdx.x - 64]
+// what is written after the arrival is not handed over
+CLUSTER(cluster_order_broken, cluster_arrive(), PUT, GET)
+CLUSTER(cluster_order_right, PUT, cluster_arrive(), GET)
+CLUSTER(cluster_relaxed_broken, PUT, cluster_relaxed(), GET)
+CLUSTER(cluster_relaxed_right, PUT; __syncthreads(), cluster_relaxed(), GET)
+CLUSTER(cluster_twice_broken, PUT; cluster_arrive(), cluster_arrive(), GET)
+CLUSTER(cluster_twice_right, PUT; cluster_arrive(); cluster_wait(), cluster_arrive(), GET)
+CLUSTER(cluster_early_broken, PUT, , __syncthreads(); GET)
+CLUSTER(cluster_early_right, PUT, cluster_arrive(), __syncthreads(); GET)
+// it is none of the 16 barriers of the block, and those who wait for it need not all stand there at once
+CLUSTER(cluster_named_broken, if (threadIdx.x < 32) asm volatile("bar.arrive 15, 64;"), PUT; cluster_arrive(), GET)
+CLUSTER(cluster_named_right, if (threadIdx.x < 32) asm volatile("bar.arrive 15, 64;"), PUT;
+        cluster_arrive(), if (threadIdx.x / 32 == 3) asm volatile("bar.sync 15, 64;"); GET)
+CLUSTER(cluster_deadlock_broken, PUT, if (threadIdx.x < 64) cluster_arrive(); else __syncthreads(), GET)
+CLUSTER(cluster_deadlock_right, PUT, if (threadIdx.x >= 96) return;
+        cluster_arrive(), if (threadIdx.x >= 32) b[threadIdx.x - 32] = tile[63])
+
+// ---- polling that never ends ----
+
+__global__ void poll_mbarrier(const float* a, float* b, int n) {
+  __shared__ uint64_t bar;
+  if (threadIdx.x == 0) init(bar, 2), arrive(bar);
+  __syncthreads();
+  asm volatile(
+      "{\n.reg .pred P;\nAGAIN:\nmbarrier.test_wait.parity.shared::cta.b64 P, [%0], 0;\n@!P bra AGAIN;\n}" ::"r"(
+          shared_address(&bar))
+      : "memory");
+}
+__global__ void poll_global(const float* a, float* b, int n) {
+  while (reinterpret_cast<const volatile float*>(a)[1] == 1) {
+  }
+}
 
 }  // extern "C"

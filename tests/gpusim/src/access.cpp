@@ -29,7 +29,7 @@ const char* verb(AccessKind kind) {
 bool is_load(AccessKind kind) { return kind == AccessKind::read || kind == AccessKind::matrix_read; }
 
 void check_alignment(Mask m, const Addresses& addresses, unsigned bytes, AccessKind kind) {
-  const std::uint64_t low = std::min(bytes, 16u) - 1;
+  const std::uint64_t low = std::clamp(bytes, 1u, 16u) - 1;
   std::uint64_t any = 0;
   if (m == kAllLanes) {
     for (int l = 0; l < kLanes; ++l) any |= addresses[l];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "async.h"
 #include "lanes.h"
@@ -89,8 +90,10 @@ void Block::start(std::uint64_t linear_index) {
   random_state_ = launch.config.seed * 0x9e3779b97f4a7c15ull + index * 0xbf58476d1ce4e5b9ull + 1;
   events = 1;
   steps = 0;
+  progress_ = progress_at_ = look_at_ = 0;
   std::memset(shared, 0xff, shared_bytes);
   for (NamedBarrier& barrier : barriers) barrier = NamedBarrier{};
+  cluster = {std::vector<Mask>(warps.size()), std::vector<Mask>(warps.size()), {}, {}};
   mbarriers.clear();
   in_flight.clear();
   if (shadow) shadow->start();
@@ -161,18 +164,47 @@ bool Block::run(std::uint64_t budget) {
         used += warp.run(quantum);
         if (warp.state == Warp::State::done) warp_ended(warp);
       } catch (const Fault& fault) {
-        rethrow(warp, fault);
+        rethrow(warp, fault, warp.pc - 1);
       }
     }
-    if (!alive) return true;
+    if (!alive) {
+      ended();
+      return true;
+    }
     if (!progress && !land()) deadlock();
     steps += used - before;
-    if (launch.config.step_limit && steps > launch.config.step_limit) {
-      throw Error(text("kernel ", launch.program->name, ", block ", index, ": more than ", launch.config.step_limit,
-                       " warp instructions (the limit that was set)"));
-    }
+    if (steps >= look_at_) check_limits();
   }
   return false;
+}
+
+void Block::check_limits() {
+  const std::uint64_t most = launch.config.step_limit, idle = launch.config.poll_limit;
+  if (most && steps > most) {
+    throw Error(text("kernel ", launch.program->name, ", block ", index, ": more than ", most,
+                     " warp instructions (the limit that was set: step_limit)"));
+  }
+  std::uint64_t progress = events;
+  for (std::size_t i = 0; i < launch.program->code.size(); ++i) {
+    const Class kind = launch.program->info[i].kind;
+    if (kind == Class::store_global || kind == Class::store_shared || kind == Class::atomic ||
+        kind == Class::async_copy)
+      progress += executed_[i];
+  }
+  if (progress != progress_) {
+    progress_ = progress;
+    progress_at_ = steps;
+  } else if (idle && steps - progress_at_ > idle) {
+    std::string report = text("kernel ", launch.program->name, ", block ", index, ": ", idle,
+                              " warp instructions without a store or anything that completes (poll_limit): it polls");
+    for (const Warp& warp : warps) {
+      if (warp.state == Warp::State::done) continue;
+      report += text("\n  warp ", warp.index, " at ", launch.program->module->place(*launch.program, warp.pc));
+    }
+    throw Error(report);
+  }
+  look_at_ =
+      steps + std::max<std::uint64_t>(std::min({(most ? most : ~0ull) / 8, (idle ? idle : ~0ull) / 8, 1ull << 22}), 1);
 }
 
 bool Block::land() {
@@ -219,6 +251,8 @@ void Block::arrive(Warp& warp, int id, int threads, bool wait, Mask votes) {
   }
   barrier.arrived += kLanes;
   barrier.arrived_warps |= 1u << warp.index;
+  barrier.latest = &warp;
+  barrier.pc = warp.pc - 1;
   barrier.votes += __builtin_popcount(votes & warp.live);
   barrier.voters += __builtin_popcount(warp.live);
   ++counters.barriers;
@@ -260,6 +294,18 @@ void Block::release(int id) {
   notify();
 }
 
+void Block::complete_cluster() {
+  bool any = false;
+  for (const Warp& warp : warps) {
+    if (warp.live & ~cluster.arrived[warp.index]) return;
+    any |= cluster.arrived[warp.index] != 0;
+  }
+  if (!any) return;
+  for (std::size_t w = 0; w < warps.size(); ++w) cluster.may_pass[w] |= std::exchange(cluster.arrived[w], 0);
+  cluster.completed = cluster.gathering;
+  notify();
+}
+
 void Block::warp_ended(Warp& warp) {
   notify();
   for (const BulkStore& store : warp.bulk_stores) {
@@ -280,6 +326,31 @@ void Block::warp_ended(Warp& warp) {
     int gone = 0;
     for (const Warp& w : warps) gone += w.state == Warp::State::done ? kLanes : 0;
     if (barrier.arrived + gone >= barrier.expected) release(id);
+  }
+}
+
+// Nothing may be left over when the last warp has exited.
+void Block::ended() {
+  if (launch.config.checks.async_wait) {
+    const auto refuse = [this](const Warp& warp, int lane, std::uint32_t pc, const char* what) {
+      rethrow(warp, {lane, text("the block ended while a ", what, " was in flight that nobody waited for")}, pc);
+    };
+    for (const AsyncEvent& event : in_flight) {
+      if (event.must_be_waited_for) refuse(*event.warp, event.lane, event.pc, event.what);
+    }
+    for (const auto& [address, barrier] : mbarriers) {
+      for (const std::vector<Landed>* list : {&barrier.landed, &barrier.complete}) {
+        for (const Landed& landed : *list) refuse(*landed.warp, landed.lane, landed.pc, "bulk load");
+      }
+    }
+  }
+  if (!launch.config.checks.barriers) return;
+  for (int id = 0; id < 16; ++id) {
+    const NamedBarrier& barrier = barriers[id];
+    if (barrier.expected == 0) continue;
+    rethrow(*barrier.latest,
+            {-1, text("the block ended with ", barrier.arrived, " of ", barrier.expected, " threads at barrier ", id)},
+            barrier.pc);
   }
 }
 
@@ -306,12 +377,11 @@ void Block::deadlock() {
   throw Error(report);
 }
 
-void Block::rethrow(const Warp& warp, const Fault& fault) {
+void Block::rethrow(const Warp& warp, const Fault& fault, std::uint32_t pc) {
   std::string where = text("kernel ", launch.program->name, ", block (", ctaid[0], ",", ctaid[1], ",", ctaid[2],
                            "), warp ", warp.index);
   if (fault.lane >= 0) where += text(", lane ", fault.lane);
-  throw Error(fault.message + "\n  in " + where + "\n  at " +
-              launch.program->module->place(*launch.program, warp.pc - 1));
+  throw Error(fault.message + "\n  in " + where + "\n  at " + launch.program->module->place(*launch.program, pc));
 }
 
 }  // namespace gpusim

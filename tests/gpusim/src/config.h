@@ -29,8 +29,10 @@ struct Config {
   int architecture = 90;
   int threads = 1;
   int multiprocessors = 132;
-  bool count_memory = true;      // sectors and wavefronts
-  std::uint64_t step_limit = 0;  // warp instructions a block may execute; 0: no limit
+  bool count_memory = true;  // sectors and wavefronts
+  // Warp instructions a block may execute, and may execute while nothing stores or completes anything: then it only
+  // polls. 0: no limit.
+  std::uint64_t step_limit = 1ull << 33, poll_limit = 1ull << 25;
 };
 
 Config& config();

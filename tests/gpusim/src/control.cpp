@@ -71,7 +71,8 @@ const std::map<std::string, Switch>& switches() {
       {"threads", make<Setting<&Config::threads>>()},
       {"multiprocessors", make<Setting<&Config::multiprocessors>>()},
       {"count_memory", make<Setting<&Config::count_memory>>()},
-      {"step_limit", make<Setting<&Config::step_limit>>()}};
+      {"step_limit", make<Setting<&Config::step_limit>>()},
+      {"poll_limit", make<Setting<&Config::poll_limit>>()}};
   return all;
 }
 

@@ -25,7 +25,7 @@ const InstructionTable& instruction_table() {
   static const InstructionTable table = [] {
     InstructionTable t;
     for (auto add : {add_arithmetic, add_integer, add_logic, add_float, add_compare, add_convert, add_move, add_memory,
-                     add_atomic, add_control, add_warp, add_matrix, add_cp_async, add_mbarrier, add_tma, add_wgmma}) {
+                     add_atomic, add_control, add_warp, add_matrix, add_cp_async, add_mbarrier, add_wgmma}) {
       add(t);
     }
     return t;

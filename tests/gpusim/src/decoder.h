@@ -70,7 +70,6 @@ void add_warp(InstructionTable&);
 void add_matrix(InstructionTable&);
 void add_cp_async(InstructionTable&);
 void add_mbarrier(InstructionTable&);
-void add_tma(InstructionTable&);
 void add_wgmma(InstructionTable&);
 
 // The state space named by the modifiers; generic when there is none.

@@ -14,6 +14,7 @@ struct Landed {
   const Warp* warp;
   int lane;
   std::uint32_t offset, bytes;
+  std::uint32_t pc;  // of the copy
 };
 
 struct MBarrier {
@@ -33,6 +34,10 @@ struct MBarrier {
 struct AsyncEvent {
   std::function<void()> land;
   const char* what = "";
+  bool must_be_waited_for = false;  // before the block ends
+  const Warp* warp = nullptr;       // who issued it, and where
+  int lane = -1;
+  std::uint32_t pc = 0;
 };
 
 }  // namespace gpusim

@@ -110,16 +110,37 @@ void select_fence(Decoder& d) {
   if (which.substr(0, 5) == "async" && !only_global && !from_async) d.op.run = fence_proxy;
 }
 
-// A cluster has one block: its barrier is the barrier of the block, split in two.
-void cluster_arrive(Warp& w, const Op&, Mask) { w.gather(w.live); }
-void cluster_wait(Warp& w, const Op&, Mask) {
-  if (!w.gather(w.live)) return;
-  w.block->arrive(w, 15, 0, true, 0);
+// op.flags 1: the whole warp executes it together, 2: relaxed
+void cluster_arrive(Warp& w, const Op& op, Mask m) {
+  if ((op.flags & 1) && !w.gather(w.live)) return;
+  Block& block = *w.block;
+  ClusterBarrier& barrier = block.cluster;
+  const Mask again = m & (barrier.arrived[w.index] | barrier.may_pass[w.index]);
+  if (again && block.launch.config.checks.barriers)
+    throw Fault{__builtin_ctz(again), "arrives twice at the barrier of the cluster, without a wait between"};
+  barrier.may_pass[w.index] &= ~m;
+  barrier.arrived[w.index] |= m;
+  if (block.shadow && !(op.flags & 2)) block.shadow->release(w, m, barrier.gathering);
+  ++block.counters.barriers;
+  block.complete_cluster();
+}
+void cluster_wait(Warp& w, const Op& op, Mask m) {
+  if ((op.flags & 1) && !w.gather(w.live)) return;
+  Block& block = *w.block;
+  block.complete_cluster();  // the last threads it waited for may have exited
+  ClusterBarrier& barrier = block.cluster;
+  const Mask early = m & ~(barrier.arrived[w.index] | barrier.may_pass[w.index]);
+  if (early && block.launch.config.checks.barriers)
+    throw Fault{__builtin_ctz(early), "waits at the barrier of the cluster without having arrived"};
+  if (m & barrier.arrived[w.index]) return w.block_on("the barrier of the cluster");
+  barrier.may_pass[w.index] &= ~m;
+  if (block.shadow) block.shadow->acquire(w, barrier.completed);
 }
 void select_cluster_barrier(Decoder& d) {
   if (!d.take("cluster")) return select_bar(d);
   const std::string_view what = d.take_any({"arrive", "wait"});
-  d.ignore({"release", "relaxed", "acquire", "aligned"});
+  d.ignore({"release", "acquire"});
+  d.op.flags = d.take("aligned") | (d.take("relaxed") ? 2 : 0);
   d.kind = Class::synchronization;
   d.op.run = what == "arrive" ? cluster_arrive : cluster_wait;
 }

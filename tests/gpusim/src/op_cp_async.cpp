@@ -1,5 +1,5 @@
 // cp.async: copies of 4, 8 or 16 bytes from global to shared memory that a thread waits for by groups.
-// They land at their wait (late), when issued (at once), or at a random moment between.
+// They land at their wait (late), when issued (at once), or some so and some so (random).
 #include <algorithm>
 #include <cstring>
 

@@ -119,12 +119,21 @@ void invalidate(Warp& w, const Op& op, Mask m) {
 // op.mode: 1 arrive, 2 expect_tx, 3 both, 4 complete_tx, 5 arrive_drop; op.flags 1: gives the state, 2: relaxed.
 // Only arrivals hand over what the thread did before.
 void arrive(Warp& w, const Op& op, Mask m) {
-  each_barrier(w, op, m, [&](int l, std::uint32_t address) {
+  Addresses addresses;
+  compute_addresses(w, op.a, op.wide_address, op.imm, addresses);
+  Mask handed_over = 0;
+  for_each_lane(m, [&](int l) {
+    const auto address = static_cast<std::uint32_t>(addresses[l]);
     MBarrier& b = find_ordered(w, l, address);
     const std::uint32_t operand = w.reg<std::uint32_t>(op.b)[l];
     const bool arrives = op.mode == 1 || op.mode == 3 || op.mode == 5;
     if (op.flags & 1) w.reg<std::uint64_t>(op.d)[l] = state_of(b);
-    if (w.block->shadow && arrives && !(op.flags & 2)) w.block->shadow->release(w, b.gathering);
+    if (w.block->shadow && arrives && !(op.flags & 2) && !(handed_over >> l & 1)) {
+      Mask here = 0;  // the lanes that arrive at this one
+      for_each_lane(m, [&](int k) { here |= static_cast<Mask>(addresses[k] == addresses[l]) << k; });
+      w.block->shadow->release(w, here, b.gathering);
+      handed_over |= here;
+    }
     if (op.mode == 2 || op.mode == 3) expect_bytes(*w.block, l, b, operand);
     if (op.mode == 4) complete_bytes(*w.block, l, b, operand);
     if (op.mode == 5) b.count -= std::min(operand, b.count);
@@ -158,6 +167,7 @@ void settle(Shadow& shadow, MBarrier& b) {
 void wait(Warp& w, const Op& op, Mask m) {
   Mask done = 0;
   Clock known{};
+  const MBarrier* last = nullptr;
   each_barrier(w, op, m, [&](int l, std::uint32_t address) {
     MBarrier& b = find_ordered(w, l, address);
     w.mbarrier = address;
@@ -171,7 +181,8 @@ void wait(Warp& w, const Op& op, Mask m) {
     if (!complete) return;
     done |= 1u << l;
     if (w.block->shadow && !b.complete.empty()) settle(*w.block->shadow, b);
-    for (std::size_t v = 0; v < known.size(); ++v) known[v] = std::max(known[v], b.completed[v]);
+    if (last != &b) known.join(b.completed);
+    last = &b;
   });
   if (done != m) {
     if (op.flags & 1) return w.block_on(kWaitsForMbarrier);

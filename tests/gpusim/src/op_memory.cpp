@@ -74,19 +74,21 @@ void load_parameter(Warp& w, const Op& op, Mask m) {
   }
 }
 
-// Several threads wrote here at the same time: fine if they all write the same value.
+// Several threads wrote here at the same time: fine if they all write the same value. What another lane writes by this
+// very store is not in memory yet.
 template <class M, class R>
-void refuse_other_values(Warp& w, const Op& op, const Slot* slots, const Pointers& p) {
+void refuse_other_values(Warp& w, const Op& op, Mask m, const Slot* slots, const Pointers& p) {
   for_each_lane(w.contested, [&](int l) {
+    int other = -1;
+    for_each_lane(m & ((1u << l) - 1), [&](int k) {
+      if (p[k] == p[l]) other = k;
+    });
     for (int e = 0; e < op.count; ++e) {
-      const M value = static_cast<M>(w.reg<R>(slots[e])[l]);
-      const Mask earlier = (1u << l) - 1;
-      bool same = std::memcmp(p[l] + e * sizeof(M), &value, sizeof(M)) == 0;
-      // lanes of this very store that write the same place with the same value
-      for_each_lane(earlier, [&](int k) {
-        same |= p[k] == p[l] && std::memcmp(&w.reg<R>(slots[e])[k], &w.reg<R>(slots[e])[l], sizeof(R)) == 0;
-      });
-      if (!same) w.block->shadow->refuse_write(w, l, static_cast<std::uint32_t>(p[l] - w.block->shared));
+      const auto value = [&](int lane) { return static_cast<M>(w.reg<R>(slots[e])[lane]); };
+      const M mine = value(l), theirs = other < 0 ? mine : value(other);
+      const void* there = other < 0 ? static_cast<const void*>(p[l] + e * sizeof(M)) : &theirs;
+      if (std::memcmp(there, &mine, sizeof(M)) != 0)
+        w.block->shadow->refuse_write(w, l, static_cast<std::uint32_t>(p[l] - w.block->shared));
     }
   });
 }
@@ -96,7 +98,7 @@ void store(Warp& w, const Op& op, Mask m) {
   Pointers p;
   const bool linear = operand_pointers(w, op, m, sizeof(M) * op.count, AccessKind::write, p);
   const Slot* slots = op.count == 1 ? &op.d : op.list;
-  if (w.contested) refuse_other_values<M, R>(w, op, slots, p);
+  if (w.contested) refuse_other_values<M, R>(w, op, m, slots, p);
   if constexpr (std::is_same_v<M, R>) {
     if (linear && with_count(op.count, [&]<int N>() { store_linear<M, N>(w, slots, p[0]); })) return;
   }

@@ -186,6 +186,16 @@ void select_mapa(Decoder& d) {
   d.op.run = width_of(type) == 8 ? copy<std::uint64_t> : copy<std::uint32_t>;
 }
 
+// createpolicy policy, ...: there are no caches, so a policy says nothing.
+void select_createpolicy(Decoder& d) {
+  if (!d.take("fractional") && !d.take("cvt")) d.fail("createpolicy.range is not known to the simulator");
+  d.take_cache_hints();
+  d.ignore({"L2", "b64"});
+  d.op.d = d.dest(0, 8);
+  d.op.a = d.constant(0, 8);
+  d.op.run = copy<std::uint64_t>;
+}
+
 }  // namespace
 
 void add_move(InstructionTable& t) {
@@ -193,6 +203,7 @@ void add_move(InstructionTable& t) {
   t["cvta"] = select_cvta;
   t["isspacep"] = select_isspacep;
   t["mapa"] = select_mapa;
+  t["createpolicy"] = select_createpolicy;
 }
 
 }  // namespace gpusim

@@ -103,7 +103,15 @@ void move(const Bulk& b) {
     piece(b.global, 0, b.bytes);
 }
 
-TensorMap tensor_map_at(std::uint64_t address, int coordinates, int lane) {
+// Of a kernel's parameters, or of global memory.
+TensorMap tensor_map_at(Warp& w, std::uint64_t address, int coordinates, int lane) {
+  const Launch& launch = w.block->launch;
+  const std::uint64_t in_params = address - reinterpret_cast<std::uint64_t>(launch.param_base);
+  const std::uint32_t params = launch.program->param_bytes;
+  if (!(params >= sizeof(TensorMap) && in_params <= params - sizeof(TensorMap)) && launch.config.checks.global_bounds &&
+      !memory_allowed(address, sizeof(TensorMap))) {
+    throw Fault{lane, text("no tensor map at the address given: ", hex(address), " is ", describe_memory(address))};
+  }
   TensorMap map;
   std::memcpy(&map, reinterpret_cast<const void*>(address), sizeof map);
   if (map.magic != kTensorMapMagic) throw Fault{lane, "no tensor map at the address given"};
@@ -128,7 +136,7 @@ Bulk read_operands(Warp& w, const Op& op, int lane) {
   b.shared = static_cast<std::uint32_t>(address(0, op.flags & 1));
   b.global = address(2, true);
   if (op.count) {
-    b.map = tensor_map_at(b.global, op.count, lane);
+    b.map = tensor_map_at(w, b.global, op.count, lane);
     if (op.data && b.map.element_bytes != op.size)
       throw Fault{lane, text("a tensor of ", int{b.map.element_bytes}, "-byte elements: reductions are of f32")};
     b.bytes = b.map.element_bytes;
@@ -166,17 +174,19 @@ void load_bulk(Warp& w, const Op& op, Mask m) {
     check_mbarrier(w, l, mbarrier);
     if ((op.flags & 4) && w.reg<std::uint16_t>(op.c)[l] != 1)
       throw Fault{l, text("a multicast to the blocks ", hex(w.reg<std::uint16_t>(op.c)[l]), " of a cluster of one")};
+    if (b.bytes == 0) return;
     if (w.block->shadow) w.block->shadow->check_overwrite(w, l, b.shared - kSharedBase, b.bytes);
     resolve_one(w, l, Space::shared, b.shared, b.bytes, AccessKind::bulk_write);
-    w.block->start_async({[b, mbarrier] {
+    const std::uint32_t pc = w.pc - 1;
+    w.block->start_async({[b, mbarrier, pc] {
                             move<kLoad>(b);
                             Block& block = *b.warp->block;
                             MBarrier& barrier = find_mbarrier(*b.warp, b.lane, mbarrier);
                             if (block.shadow)
-                              barrier.landed.push_back({b.warp, b.lane, b.shared - kSharedBase, b.bytes});
+                              barrier.landed.push_back({b.warp, b.lane, b.shared - kSharedBase, b.bytes, pc});
                             complete_bytes(block, b.lane, barrier, b.bytes);
                           },
-                          "bulk load"});
+                          "bulk load", true, &w, l, pc});
   });
 }
 
@@ -184,6 +194,7 @@ template <std::uint16_t What>
 void store_bulk(Warp& w, const Op& op, Mask m) {
   for_each_lane(m, [&](int l) {
     const Bulk b = read_operands(w, op, l);
+    if (b.bytes == 0) return;
     resolve_one(w, l, Space::shared, b.shared, b.bytes, AccessKind::async_read);
     BulkStore store{l, w.bulk_group[l], 0, [b] { move<What>(b); }};
     if (w.block->shadow) store.read = w.block->shadow->begin_read(w, l, {{b.shared - kSharedBase, b.bytes}});
@@ -201,7 +212,7 @@ void prefetch(Warp& w, const Op& op, Mask m) {
   compute_addresses(w, op.a, op.wide_address, op.imm, addresses);
   for_each_lane(m, [&](int l) {
     if (op.count) {
-      tensor_map_at(addresses[l], op.count, l);
+      tensor_map_at(w, addresses[l], op.count, l);
       return;
     }
     const std::uint32_t bytes = w.reg<std::uint32_t>(op.b)[l];
@@ -269,6 +280,7 @@ void select_bulk(Decoder& d) {
     return;
   }
   const bool load = d.opcode_has("mbarrier::complete_tx::bytes");
+  if (!d.opcode_has("global")) d.fail("bulk copies within shared memory are not known to the simulator");
   const bool tensor = d.take("tensor");
   d.ignore({"1d", "2d", "3d", "4d", "5d", "shared::cluster", "shared::cta", "global", "tile",
             "mbarrier::complete_tx::bytes", "bulk_group"});
@@ -301,7 +313,5 @@ void select_bulk(Decoder& d) {
   d.op.list = d.list(slots);
   d.op.run = load ? load_bulk : reduce ? store_bulk<kReduce> : store_bulk<kStore>;
 }
-
-void add_tma(InstructionTable&) {}
 
 }  // namespace gpusim

@@ -244,9 +244,9 @@ void select_activemask(Decoder& d) {
 }  // namespace
 
 void warp_sync(Warp& w, const Op& op, Mask m) {
-  bool met = false;
-  for_members(w, op.a, m, [&](Mask) { met = true; });
-  if (met && w.block->shadow) w.block->shadow->synchronize_lanes(w);
+  for_members(w, op.a, m, [&](Mask group) {
+    if (w.block->shadow) w.block->shadow->synchronize_lanes(w, group);
+  });
 }
 
 void add_warp(InstructionTable& t) {

@@ -12,11 +12,6 @@ namespace {
 constexpr std::uint32_t kCollective = Shadow::kWarp;
 constexpr std::uint32_t kLastTime = 1u << 25;  // times and lanes share a word
 
-// whether an operation may meet another of its kind: atomics, volatile and ordered accesses
-bool is_synchronizing(const Launch& launch, std::uint32_t pc) {
-  return launch.program->code[pc].flags & kOpSynchronizing;
-}
-
 // The rows of a shadow that is gone, for the next: clearing them would take as long as a small launch. Times go on.
 struct Rows {
   std::uint32_t now = 1;
@@ -55,7 +50,9 @@ void Shadow::start() {
     if (time == kInFlight) time = 0;
   }
   base_ = ++now_;
-  for (Clock& clock : known_) clock.fill(base_ - 1);
+  for (Clock& clock : known_) clock.start(base_ - 1);
+  lanes_met_.fill(0);
+  known_lanes_.clear();
   floor_.fill(base_ - 1);
   agents_ = next_agent_ = 0;
   if (readers_.empty()) return;
@@ -78,13 +75,51 @@ std::string Shadow::story(std::uint32_t who) const {
 bool Shadow::ordered(const Warp& warp, int lane, std::uint32_t granule) const {
   const std::uint32_t who = writer_[granule];
   if (who & kByAgent) return written_[granule] <= known_[warp.index][32 + (who >> 22 & 31)];
-  const auto writer = static_cast<int>(who >> 27);
-  if (written_[granule] <= known_[warp.index][writer]) return true;
-  return writer == warp.index && static_cast<int>(who >> 22 & 31) == lane;
+  return before(warp, lane, static_cast<int>(who >> 27), static_cast<int>(who >> 22 & 31), written_[granule]);
+}
+
+// What another thread did at that time is before what the lane does now.
+bool Shadow::before(const Warp& warp, int lane, int other, int other_lane, std::uint32_t time) const {
+  const Clock& known = known_[warp.index];
+  if (time <= known[other]) return true;
+  if (other == warp.index) {
+    if (other_lane == lane) return true;
+    if (lanes_met_[other] > known[other] && time <= known_lanes_[other][lane][other_lane]) return true;
+  }
+  return std::any_of(known.parts.begin(), known.parts.end(), [&](const Clock::Part& p) {
+    return p.warp == other && (p.lanes >> other_lane & 1) && time <= p.time;
+  });
+}
+
+// The same of a read. Of several lanes that read nobody knows which: any two that handed over will do, and one other of
+// the own warp. Lanes that read as one did so before any of them goes on.
+bool Shadow::read_before(const Warp& warp, int lane, int other, std::uint32_t seen) const {
+  const std::uint32_t time = seen >> kReadBits, reader = seen & 63;
+  const Clock& known = known_[warp.index];
+  if (time <= known[other]) return true;
+  const bool own = other == warp.index;
+  if (reader == kCollective && own) return true;
+  if (reader < 32) return before(warp, lane, other, static_cast<int>(reader), time);
+  Mask lanes = 0;
+  std::uint32_t latest = 0;
+  for (const Clock::Part& p : known.parts) {
+    if (p.warp == other) lanes |= p.lanes, latest = std::max(latest, p.time);
+  }
+  if (reader == kCollective) return time <= latest;
+  if (!own) return time <= latest && (lanes & (lanes - 1));
+  if (lanes_met_[other] > known[other]) {
+    for (int k = 0; k < kLanes; ++k) lanes |= static_cast<Mask>(known_lanes_[other][lane][k] > known[other]) << k;
+  }
+  return lanes & ~(1u << lane);
+}
+
+// Whether an operation may meet another of its kind: atomics, volatile and ordered accesses.
+bool Shadow::is_synchronizing(std::uint32_t place) const {
+  return block_.launch.program->code[place].flags & kOpSynchronizing;
 }
 
 bool Shadow::both_synchronizing(const Warp& warp, std::uint32_t granule) const {
-  return is_synchronizing(block_.launch, warp.pc - 1) && is_synchronizing(block_.launch, writer_[granule] & kPlace);
+  return is_synchronizing(warp.pc - 1) && is_synchronizing(writer_[granule] & kPlace);
 }
 
 void Shadow::race(int lane, const Warp& warp, const char* does, const char* other, std::uint32_t other_who,
@@ -111,7 +146,7 @@ void Shadow::check_read(Warp& warp, int lane, std::uint32_t g) {
 }
 
 // True when another thread wrote this at the same time (the caller compares the values); other conflicts are refused.
-bool Shadow::check_write(Warp& warp, int lane, std::uint32_t g, bool collective, bool async) {
+bool Shadow::check_write(Warp& warp, int lane, std::uint32_t g, bool collective) {
   const Checks& checks = block_.launch.config.checks;
   if (written_[g] == kInFlight) {
     if (checks.async_wait)
@@ -120,20 +155,20 @@ bool Shadow::check_write(Warp& warp, int lane, std::uint32_t g, bool collective,
     return false;
   }
   if (!checks.races) return false;
-  const bool synchronizing = is_synchronizing(block_.launch, warp.pc - 1);
+  const bool synchronizing = is_synchronizing(warp.pc - 1);
   for (int v = 0; v < warps_; ++v) {
     const std::uint32_t seen = read_[std::size_t{granules_} * v + g];
-    if (seen >> 6 <= known_[warp.index][v] || synchronizing) continue;
+    if (seen >> kReadBits <= known_[warp.index][v] || (synchronizing && (seen & kOrdered))) continue;
+    if ((v == warp.index && collective) || read_before(warp, lane, v, seen)) continue;
     const std::uint32_t reader = seen & 63;
-    if (v == warp.index &&
-        (collective || reader == kCollective || (reader == static_cast<std::uint32_t>(lane) && !async)))
-      continue;
-    if (v == warp.index && async && reader == static_cast<std::uint32_t>(lane)) continue;
     throw Fault{lane, text("race on shared memory, byte ", g << shift_, ": overwrites what warp ", v,
                            reader < 32 ? text(", lane ", reader) : std::string(), " read, without ",
                            v == warp.index ? "__syncwarp" : "a barrier", " between")};
   }
-  return written_[g] >= base_ && !ordered(warp, lane, g) && !both_synchronizing(warp, g);
+  if (written_[g] < base_ || ordered(warp, lane, g) || both_synchronizing(warp, g)) return false;
+  if (!(writer_[g] & kByAgent) && block_.launch.program->info[writer_[g] & kPlace].kind == Class::atomic)
+    race(lane, warp, "overwrites", "updated", writer_[g], g);  // whatever the value: the update may come last
+  return true;
 }
 
 Mask Shadow::write_each(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes, bool collective) {
@@ -142,7 +177,7 @@ Mask Shadow::write_each(Warp& warp, Mask m, const std::uint32_t* offsets, unsign
     const auto [first, last] = range(offsets[l], bytes);
     const std::uint32_t me = who(warp, l);
     for (std::uint32_t g = first; g <= last; ++g) {
-      if (check_write(warp, l, g, collective, false)) {
+      if (check_write(warp, l, g, collective)) {
         contested |= 1u << l;
         overwritten_[l] = writer_[g];
       }
@@ -159,7 +194,7 @@ void Shadow::atomic(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned b
     const auto [first, last] = range(offsets[l], bytes);
     for (std::uint32_t g = first; g <= last; ++g) {
       check_read(warp, l, g);
-      check_write(warp, l, g, false, false);
+      check_write(warp, l, g, false);
       written_[g] = now_;
       writer_[g] = who(warp, l);
     }
@@ -170,7 +205,7 @@ void Shadow::write_async_each(Warp& warp, Mask m, const std::uint32_t* offsets, 
   for_each_lane(m, [&](int l) {
     const auto [first, last] = range(offsets[l], bytes);
     for (std::uint32_t g = first; g <= last; ++g) {
-      if (check_write(warp, l, g, false, true)) race(l, warp, "overwrites", "wrote", writer_[g], g);
+      if (check_write(warp, l, g, false)) race(l, warp, "overwrites", "wrote", writer_[g], g);
       written_[g] = kInFlight;
       writer_[g] = who(warp, l);
     }
@@ -193,12 +228,64 @@ void Shadow::refuse_write(const Warp& warp, int lane, std::uint32_t offset) cons
   race(lane, warp, "writes another value over", "wrote", overwritten_[lane], offset >> shift_);
 }
 
-void Shadow::synchronize_lanes(const Warp& warp) { known_[warp.index][warp.index] = now_++; }
+void Clock::add(const Part& part) {
+  if (part.time <= times[part.warp]) return;
+  for (Part& p : parts) {
+    if (p.warp != part.warp || p.lanes != part.lanes) continue;
+    p.time = std::max(p.time, part.time);
+    return;
+  }
+  parts.push_back(part);
+}
+
+void Clock::join(const Clock& other) {
+  for (std::size_t i = 0; i < times.size(); ++i) times[i] = std::max(times[i], other.times[i]);
+  for (const Part& p : other.parts) add(p);
+  std::erase_if(parts, [&](const Part& p) { return p.time <= times[p.warp]; });
+}
+
+void Shadow::synchronize_lanes(const Warp& warp, Mask lanes) {
+  const std::uint32_t now = now_++;
+  if (lanes == warp.live) {
+    known_[warp.index][warp.index] = now;
+    return;
+  }
+  if (known_lanes_.empty()) known_lanes_.resize(warps_);
+  lanes_met_[warp.index] = now;
+  std::array<Lanes, kLanes>& known = known_lanes_[warp.index];
+  Lanes all{};
+  for_each_lane(lanes, [&](int l) {
+    for (int k = 0; k < kLanes; ++k) all[k] = std::max(all[k], known[l][k]);
+  });
+  for_each_lane(lanes, [&](int l) { all[l] = now; });
+  for_each_lane(lanes, [&](int l) { known[l] = all; });
+}
 
 void Shadow::release(const Warp& warp, Clock& into) {
-  known_[warp.index][warp.index] = now_++;
-  for (int v = 0; v < warps_; ++v) into[v] = std::max(into[v], known_[warp.index][v]);
-  for (int v = 32; v < 32 + agents_; ++v) into[v] = std::max(into[v], known_[warp.index][v]);
+  into.join(known_[warp.index]);
+  into[warp.index] = now_++;
+}
+
+// Lanes that arrive hand over what they did and what they know, not what other lanes of their warp did. When all have,
+// that is the warp.
+void Shadow::release(const Warp& warp, Mask lanes, Clock& into) {
+  if (lanes == warp.live) return release(warp, into);
+  const int w = warp.index;
+  const Clock& known = known_[w];
+  into.join(known);
+  into.add({w, lanes, now_++});
+  if (lanes_met_[w] > known[w]) {
+    for_each_lane(lanes, [&](int l) {
+      for (int k = 0; k < kLanes; ++k) into.add({w, 1u << k, known_lanes_[w][l][k]});
+    });
+  }
+  Lanes latest{};
+  for (const Clock::Part& p : into.parts) {
+    if (p.warp == w) for_each_lane(p.lanes, [&](int l) { latest[l] = std::max(latest[l], p.time); });
+  }
+  std::uint32_t least = ~0u;
+  for_each_lane(warp.live, [&](int l) { least = std::min(least, latest[l]); });
+  into[w] = std::max(into[w], least);
 }
 
 void Shadow::meet(Mask waiting, Clock& clock) {
@@ -208,15 +295,10 @@ void Shadow::meet(Mask waiting, Clock& clock) {
 
 void Shadow::acquire(const Warp& warp, const Clock& from) {
   Clock& mine = known_[warp.index];
+  mine.join(from);
   std::uint32_t least = ~0u;
-  for (int v = 0; v < warps_; ++v) {
-    mine[v] = std::max(mine[v], from[v]);
-    least = std::min(least, mine[v]);
-  }
-  for (int v = 32; v < 32 + agents_; ++v) {
-    mine[v] = std::max(mine[v], from[v]);
-    least = std::min(least, mine[v]);
-  }
+  for (int v = 0; v < warps_; ++v) least = std::min(least, mine[v]);
+  for (int v = 32; v < 32 + agents_; ++v) least = std::min(least, mine[v]);
   floor_[warp.index] = least;
 }
 

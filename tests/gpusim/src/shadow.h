@@ -4,6 +4,8 @@
 // Time is a counter of the block that grows with every synchronisation. A warp knows for every other warp up to which
 // time its accesses are ordered before its own (a vector clock, on one common time line). An access to what another
 // warp touched later than that is a race. Lanes of one warp are ordered by bar.warp and by the barriers of the block.
+// Where only some lanes of a warp arrive or meet, the others are not ordered: what is known of those lanes alone stands
+// beside the clock. Who waits, though, waits for its whole warp.
 #pragma once
 
 #include <array>
@@ -19,7 +21,22 @@ namespace gpusim {
 // A time for every warp, then one for every mbarrier that copies complete (an agent: what it wrote is known to those
 // who wait for it, and to nobody else).
 constexpr int kAgents = 32;
-using Clock = std::array<std::uint32_t, 32 + kAgents>;
+struct Clock {
+  // Some lanes of a warp: what they did up to this time, later than what all lanes did.
+  struct Part {
+    int warp;
+    Mask lanes;
+    std::uint32_t time;
+  };
+  std::array<std::uint32_t, 32 + kAgents> times{};
+  std::vector<Part> parts;
+
+  std::uint32_t& operator[](std::size_t i) { return times[i]; }
+  std::uint32_t operator[](std::size_t i) const { return times[i]; }
+  void start(std::uint32_t time) { times.fill(time), parts.clear(); }
+  void add(const Part& part);
+  void join(const Clock& other);
+};
 
 struct Shadow {
   Shadow(const Block& block, std::uint32_t bytes, int granule_shift);
@@ -44,8 +61,9 @@ struct Shadow {
   int new_agent();
 
   // The edges: lanes of a warp meet; what a warp did so far goes into a clock; what is in a clock is known to a warp.
-  void synchronize_lanes(const Warp& warp);
+  void synchronize_lanes(const Warp& warp, Mask lanes);
   void release(const Warp& warp, Clock& into);
+  void release(const Warp& warp, Mask lanes, Clock& into);
   // What an agent just wrote goes into a clock.
   void publish(int agent, Clock& into) { into[32 + agent] = now_++; }
   void acquire(const Warp& warp, const Clock& from);
@@ -75,6 +93,8 @@ struct Shadow {
   // writer_: warp << 27, lane (or agent) << 22, whether it was an agent, and the operation
   static constexpr std::uint32_t kByAgent = 1u << 21, kPlace = kByAgent - 1;
   static constexpr std::uint32_t kInFlight = ~0u;  // written_: an asynchronous copy has not been waited for
+  // read_: 7 bits beside the time: the lane, or that there were several, and whether all reads were synchronising ones
+  static constexpr std::uint32_t kOrdered = 64, kManyLanes = 63, kReadBits = 7;
   struct Range {
     std::uint32_t first, last;
   };
@@ -82,21 +102,25 @@ struct Shadow {
   std::uint32_t who(const Warp& warp, int lane) const;
   std::string story(std::uint32_t who) const;
   bool ordered(const Warp& warp, int lane, std::uint32_t granule) const;
+  bool before(const Warp& warp, int lane, int other, int other_lane, std::uint32_t time) const;
+  bool read_before(const Warp& warp, int lane, int other, std::uint32_t seen) const;
+  bool is_synchronizing(std::uint32_t place) const;
   bool both_synchronizing(const Warp& warp, std::uint32_t granule) const;
   // What a whole instruction touches, looked at at once (shadow_whole.cpp); granule by granule when there may be
   // something to report.
   template <bool Collective, class G>
   void read_granules(Warp& warp, const G& granules);
+  void record_read(int warp, std::uint32_t granule, std::uint32_t reader);
   template <class G>
   bool write_granules(const Warp& warp, const G& granules, std::uint32_t time);
   template <class G>
   void granules_arrived(const Warp& warp, const G& granules);
   template <class G>
-  bool all_ordered(const Warp& warp, const G& granules) const;
+  bool all_ordered(const Warp& warp, const G& granules, std::uint32_t least) const;
   Mask write_each(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes, bool collective);
   void write_async_each(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes);
   void check_read(Warp& warp, int lane, std::uint32_t granule);
-  bool check_write(Warp& warp, int lane, std::uint32_t granule, bool collective, bool async);
+  bool check_write(Warp& warp, int lane, std::uint32_t granule, bool collective);
   [[noreturn]] void race(int lane, const Warp& warp, const char* does, const char* other, std::uint32_t other_who,
                          std::uint32_t granule) const;
 
@@ -106,12 +130,17 @@ struct Shadow {
   int warps_;
   std::uint32_t base_ = 0;  // time when the block began
   std::uint32_t now_ = 1;
-  std::array<Clock, 32> known_{};                // known_[w][v]: accesses of v up to this time are ordered before w
-  std::array<std::uint32_t, 32> floor_{};        // the least of known_[w]
+  std::array<Clock, 32> known_{};          // known_[w][v]: accesses of v up to this time are ordered before w
+  std::array<std::uint32_t, 32> floor_{};  // the least of known_[w]
+  // Where lanes of a warp met without the others: known_lanes_[w][l][k], what lane l of warp w knows of lane k, and
+  // when that was last.
+  using Lanes = std::array<std::uint32_t, kLanes>;
+  std::vector<std::array<Lanes, kLanes>> known_lanes_;
+  std::array<std::uint32_t, 32> lanes_met_{};
   std::vector<std::uint32_t> written_;           // time of the last write of each granule
   std::vector<std::uint32_t> writer_;            // warp, lane and operation of it
   std::array<std::uint32_t, 32> overwritten_{};  // for each lane: whose write the last write() met
-  std::vector<std::uint32_t> read_;              // for each warp and granule: time << 6 | lane of its last read
+  std::vector<std::uint32_t> read_;  // for each warp and granule: its last read, as time << 7 | kOrdered | lane
 
   bool fenced(const Warp& warp, int lane, std::uint32_t granule) const;
   bool by_async_proxy(std::uint32_t who) const;

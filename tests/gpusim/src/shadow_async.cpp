@@ -30,7 +30,8 @@ bool Shadow::fenced(const Warp& warp, int lane, std::uint32_t g) const {
                                 [](const Fence& f, std::uint32_t time) { return f.time < time; });
   while (fence != fences.end() && !(fence->lanes >> writer_lane & 1)) ++fence;
   if (fence == fences.end()) return false;
-  return (writer == warp.index && (writer_lane == lane || lane == kWarp)) || fence->time <= known_[warp.index][writer];
+  return (writer == warp.index && lane == kWarp) ||
+         before(warp, lane == kWarp ? 0 : lane, writer, writer_lane, fence->time);
 }
 
 void Shadow::check_async_read(const Warp& warp, int lane, std::uint32_t g) const {
@@ -79,10 +80,9 @@ int Shadow::begin_read(const Warp& warp, int lane, std::vector<Bytes> what) {
 // From here on it is a read like any other: ordered by what the lane does next.
 void Shadow::end_read(int number, int lane) {
   AsyncRead& read = async_reads_[number];
-  std::uint32_t* const reads = read_.data() + std::size_t{granules_} * read.warp->index;
   for (const Bytes& piece : read.what) {
     const auto [first, last] = range(piece.offset, piece.bytes);
-    std::fill(reads + first, reads + last + 1, now_ << 6 | static_cast<std::uint32_t>(lane));
+    for (std::uint32_t g = first; g <= last; ++g) record_read(read.warp->index, g, static_cast<std::uint32_t>(lane));
     for (std::uint32_t at = piece.offset / 16; at < (piece.offset + piece.bytes) / 16; ++at) --readers_[at];
   }
   read.warp = nullptr;

@@ -11,7 +11,7 @@ namespace gpusim {
 
 namespace {
 
-constexpr std::uint32_t kManyLanes = 63, kCollective = Shadow::kWarp;
+constexpr std::uint32_t kCollective = Shadow::kWarp;
 
 // Neighbouring granules, handled together: a vector, or one word.
 template <int N>
@@ -121,19 +121,18 @@ bool with_granules(Mask m, const std::uint32_t* offsets, unsigned bytes, int shi
 
 }  // namespace
 
-// Everything was written in this block, and is ordered before what the warp does now.
+// Everything was written at the time `least` or later, and is ordered before what the warp does now.
 template <class G>
-bool Shadow::all_ordered(const Warp& warp, const G& granules) const {
+bool Shadow::all_ordered(const Warp& warp, const G& granules, std::uint32_t least) const {
   using V = typename G::V;
-  const std::uint32_t* const known = known_[warp.index].data();
+  const std::uint32_t* const known = known_[warp.index].times.data();
   const std::uint32_t *const writer = writer_.data(), *const written = written_.data();
-  const std::uint32_t base = base_;
   bool all = true;
   granules.each([&](std::uint32_t first, V) {
     for (std::uint32_t g = first; g < first + sizeof(V) / 4; ++g) {
       const std::uint32_t who = writer[g];
       const std::uint32_t by = who & kByAgent ? 32 + (who >> 22 & 31) : who >> 27;
-      all &= written[g] >= base && written[g] <= known[by];
+      all &= written[g] >= least && written[g] <= known[by];
     }
   });
   return all;
@@ -151,7 +150,7 @@ void Shadow::read_granules(Warp& warp, const G& granules) {
   });
   const std::uint32_t oldest = reduce(least, [](std::uint32_t a, std::uint32_t b) { return std::min(a, b); });
   const std::uint32_t latest = reduce(most, [](std::uint32_t a, std::uint32_t b) { return std::max(a, b); });
-  if ((oldest < base_ || latest > floor_[warp.index]) && !all_ordered(warp, granules)) {
+  if ((oldest < base_ || latest > floor_[warp.index]) && !all_ordered(warp, granules, base_)) {
     granules.each([&](std::uint32_t first, V lanes) {
       std::uint32_t lane[sizeof(V) / 4];
       std::memcpy(lane, &lanes, sizeof lanes);
@@ -159,12 +158,35 @@ void Shadow::read_granules(Warp& warp, const G& granules) {
     });
   }
   std::uint32_t* const reads = read_.data() + std::size_t{granules_} * warp.index;
-  const std::uint32_t time = now_ << 6;
+  if (is_synchronizing(warp.pc - 1)) {
+    granules.each([&](std::uint32_t first, V lanes) {
+      std::uint32_t lane[sizeof(V) / 4];
+      std::memcpy(lane, &lanes, sizeof lanes);
+      for (std::uint32_t i = 0; i < sizeof(V) / 4; ++i) record_read(warp.index, first + i, lane[i] | kOrdered);
+    });
+    return;
+  }
+  // as record_read: an earlier read counts as long as nothing ordered it before what the warp does now
+  const std::uint32_t time = now_ << kReadBits;
   const V now = splat<V>(time), many = splat<V>(time | kManyLanes);
+  const V open = splat<V>((known_[warp.index][warp.index] + 1) << kReadBits);
   granules.each([&](std::uint32_t g, V lanes) {
-    const V mine = now | (Collective ? splat<V>(kCollective) : lanes), seen = load<V>(reads + g);
-    store(reads + g, static_cast<V>((seen >= now) & (seen != mine) ? many : mine));
+    const V reader = Collective ? splat<V>(kCollective) : lanes, seen = load<V>(reads + g), before = seen & 63;
+    const auto several = (seen >= open) & (before != reader) & (before != kCollective);
+    store(reads + g, static_cast<V>(several ? many : static_cast<V>(now | reader)));
   });
+}
+
+// A lane reads what another lane of its warp read, unordered: several did. After lanes that read as one, the lane alone
+// is what others must wait for.
+void Shadow::record_read(int warp, std::uint32_t granule, std::uint32_t reader) {
+  std::uint32_t& seen = read_[std::size_t{granules_} * warp + granule];
+  if (seen >> kReadBits > known_[warp][warp]) {
+    const std::uint32_t before = seen & 63;
+    if (before != (reader & 63) && before != kCollective) reader |= kManyLanes;
+    if (!(seen & kOrdered)) reader &= ~kOrdered;
+  }
+  seen = now_ << kReadBits | reader;
 }
 
 void Shadow::read(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned bytes, bool collective, bool linear) {
@@ -180,9 +202,9 @@ void Shadow::read(Warp& warp, Mask m, const std::uint32_t* offsets, unsigned byt
 template <class G>
 bool Shadow::write_granules(const Warp& warp, const G& granules, std::uint32_t time) {
   using V = typename G::V;
-  if (newest(granules, written_.data()) > floor_[warp.index]) return false;
+  if (newest(granules, written_.data()) > floor_[warp.index] && !all_ordered(warp, granules, 0)) return false;
   for (int v = 0; v < warps_; ++v) {
-    if (newest(granules, read_.data() + std::size_t{granules_} * v) >> 6 > known_[warp.index][v]) return false;
+    if (newest(granules, read_.data() + std::size_t{granules_} * v) >> kReadBits > known_[warp.index][v]) return false;
   }
   const V me = splat<V>(who(warp, 0));
   std::uint32_t* const writer = writer_.data();

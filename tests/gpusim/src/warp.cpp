@@ -95,6 +95,7 @@ void Warp::exit(Mask lanes) {
     pick();
   } else {
     active &= ~lanes;
+    block->notify();
   }
 }
 
