@@ -22,9 +22,9 @@ constexpr int64_t kMaxAxis = int64_t{1} << 30;
 MHA_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : (x > high ? high : x); }
 
 // Where query i stands among the keys. An offset beyond kMaxAxis, which is beyond any key, counts as kMaxAxis.
-MHA_HOST_DEVICE int64_t query_position(const ScoreRuleParams& params, int64_t b, int64_t i) {
+MHA_HOST_DEVICE int query_position(const ScoreRuleParams& params, int64_t b, int64_t i) {
   const int64_t offset = params.q_offsets ? params.q_offsets[b] : params.q_offset;
-  return i + clamp(offset, -kMaxAxis, kMaxAxis);
+  return static_cast<int>(i) + static_cast<int>(clamp(offset, -kMaxAxis, kMaxAxis));
 }
 
 // The rule for one query. T is the type in which scores are computed.
@@ -66,7 +66,7 @@ MHA_HOST_DEVICE T masked(T score, T bias) {
 template <typename T>
 MHA_HOST_DEVICE RowRule<T> row_rule(const ScoreRuleParams& params, int64_t b, int64_t h, int64_t i, int64_t seqlen_kv) {
   RowRule<T> rule;
-  rule.position = static_cast<int>(query_position(params, b, i));
+  rule.position = query_position(params, b, i);
 
   int64_t begin = 0, end = seqlen_kv;
   constexpr int64_t kFar = 2 * kMaxAxis;  // no key is farther from any position

@@ -158,7 +158,7 @@ __device__ __forceinline__ void general_gradients(float (&scores)[2][kMmaM][4], 
           query[q].bits = static_cast<uint32_t>(mask_word(p.mask_blocks, tile.batch, tile.head, existing, key_block) >>
                                                 (at.key % kMaskBlock));
         }
-        if (has_slope) query[q].position = static_cast<int>(query_position(rule, tile.batch, i)) - at.key;
+        if (has_slope) query[q].position = query_position(rule, tile.batch, i) - at.key;
         if (has_bias) {
           const int64_t offset = tile.batch * rule.mask_strides.batch + tile.head * rule.mask_strides.head +
                                  existing * rule.mask_strides.row + at.key;
