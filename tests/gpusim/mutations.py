@@ -180,11 +180,23 @@ def deletions(library: Path) -> list[Deletion]:
 
 # Why a kernel does without an instruction: (part of the kernel's name, instruction, number) -> the reason.
 _LAST = "the barrier behind the last reduction protects the next one, and there is none"
+_GLOBAL = "it orders global memory between the lanes of a warp, which run in step here and are not judged"
+_EMPTY = "with a single stage it closes a group of no copies"
 SURVIVORS = {
     ("masked_softmax_kernel", "bar.sync 0;", 5): _LAST,
     ("masked_softmax_long_kernel", "bar.sync 0;", 5): _LAST,
     ("masked_softmax_backward_kernel", "bar.sync 0;", 3): _LAST,
     ("masked_softmax_backward_long_kernel", "bar.sync 0;", 3): _LAST,
+    ("AttentionBwd<__half, 64, true>", "bar.sync 0;", 5): _LAST,
+    ("AttentionBwd<__half, 128, true>", "bar.sync 0;", 5): _LAST,
+    ("AttentionBwd<__half, 256, true>", "bar.sync 0;", 6): _LAST,
+    ("AttentionBwd<__nv_bfloat16, 64, true>", "bar.sync 0;", 5): _LAST,
+    ("AttentionBwd<__nv_bfloat16, 128, true>", "bar.sync 0;", 5): _LAST,
+    ("AttentionBwd<__nv_bfloat16, 256, true>", "bar.sync 0;", 6): _LAST,
+    ("attention_bwd_sm80_kernel", "bar.warp.sync -1;", 1): _GLOBAL,
+    ("attention_bwd_sm80_kernel", "bar.warp.sync -1;", 2): _GLOBAL,
+    ("AttentionBwd<__half, 256", "cp.async.commit_group;", 1): _EMPTY,
+    ("AttentionBwd<__nv_bfloat16, 256", "cp.async.commit_group;", 1): _EMPTY,
 }
 
 ORDERS = ((0, "late"), (0, "at_once"), (1, "late"), (2, "random"), (3, "late"), (4, "at_once"))
@@ -243,6 +255,13 @@ def calls() -> dict[str, Callable[[], Any]]:
             torch.set_float32_matmul_precision(before)
         return [x.detach().contiguous() for x in (*result, *grads) if x is not None]
 
+    def attend_packed(dtype: torch.dtype, head_dim: int) -> list[torch.Tensor]:
+        """Sequences of 0, 70 and 80 rows, one behind the other."""
+        inputs = [normal((150, 1, head_dim), dtype).requires_grad_() for _ in range(3)]
+        cu_seqlens = torch.tensor([0, 70, 70, 150], dtype=torch.int32)
+        output = mha_ext.attention_varlen(*inputs, cu_seqlens, cu_seqlens, is_causal=True, backend="fused")
+        return [x.detach().contiguous() for x in (output, *torch.autograd.grad(output.sum(), inputs))]
+
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
     kinds |= {"fp32": torch.float32, "fp64": torch.float64}
     for (kind, dtype), layout in itertools.product(kinds.items(), ("nn", "nt", "tn")):
@@ -250,6 +269,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         found[f"matmul {kind} {layout}"] = functools.partial(multiply, *arguments, 136, 72, (4, 2))
         if dtype.itemsize == 2:  # enough heads for the wider tile
             found[f"matmul {kind} {layout} wide"] = functools.partial(multiply, *arguments, 136, 72, (64, 64))
+    for (kind, dtype), head_dim in itertools.product(kinds.items(), (64, 128, 256)):
+        if dtype.itemsize == 2:
+            found[f"attention {kind} {head_dim} packed"] = functools.partial(attend_packed, dtype, head_dim)
     for (kind, dtype), head_dim, rule in itertools.product(kinds.items(), (64, 128, 256), ("plain", "bias", "mask")):
         if kind != "fp64":
             found[f"attention {kind} {head_dim} {rule}"] = functools.partial(
