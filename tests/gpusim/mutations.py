@@ -259,8 +259,13 @@ def calls() -> dict[str, Callable[[], Any]]:
         """Sequences of 0, 70 and 80 rows, one behind the other."""
         inputs = [normal((150, 1, head_dim), dtype).requires_grad_() for _ in range(3)]
         cu_seqlens = torch.tensor([0, 70, 70, 150], dtype=torch.int32)
-        output = mha_ext.attention_varlen(*inputs, cu_seqlens, cu_seqlens, is_causal=True, backend="fused")
-        return [x.detach().contiguous() for x in (output, *torch.autograd.grad(output.sum(), inputs))]
+        results: list[torch.Tensor] = []
+        for softcap in (None, 3.0):  # plain and general scores
+            output = mha_ext.attention_varlen(
+                *inputs, cu_seqlens, cu_seqlens, is_causal=True, softcap=softcap, backend="fused"
+            )
+            results += (output, *torch.autograd.grad(output.sum(), inputs))
+        return [x.detach().contiguous() for x in results]
 
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
     kinds |= {"fp32": torch.float32, "fp64": torch.float64}
