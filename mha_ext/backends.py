@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import nested
 from .call import AttentionCall, make_call, make_varlen_call
 from .fused import MAX_HEAD_DIM, wants_grad
 
@@ -271,12 +270,7 @@ def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanatio
     >>> mha_ext.backends.explain(q, q, q, is_causal=True).backend
     'reference'
     """
-    if "cu_seqlens_q" in kwargs:
-        call = make_varlen_call(*args, **kwargs)
-    elif args and isinstance(args[0], Tensor) and args[0].is_nested:
-        call = make_varlen_call(*nested.packed(*args[:3]), *args[4:], **kwargs)
-    else:
-        call = make_call(*args, **kwargs)
+    call = (make_varlen_call if "cu_seqlens_q" in kwargs else make_call)(*args, **kwargs)
     name = requested(backend)
     reasons = {candidate.name: candidate.refusal(call, candidate.name == name) for candidate in BACKENDS}
     chosen = name or next(key for key, reason in reasons.items() if reason is None)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import nested
 from .autocast import autocast_inputs
 from .checks import check_alike, check_bool, check_heads, check_real, check_shape, check_tensor
 from .reference import default_scale
@@ -35,6 +36,7 @@ class AttentionCall(NamedTuple):
     return_stats: bool
     leading: torch.Size  # query's axes before (length, head dim), to be given back to the results
     sequences: Sequences | None = None
+    jagged: tuple[Tensor, int] | None = None  # query's offsets and number of axes, where it came as a nested tensor
 
 
 def make_call(
@@ -59,20 +61,23 @@ def make_call(
     deterministic: Any = None,
 ) -> AttentionCall:
     """Refuse what `mha_ext.attention` does not take, cast under autocast, and bring shapes to four axes."""
+    if isinstance(query, Tensor) and query.is_nested:
+        nested.refuse(attn_mask, key_lengths, return_weights)
+        packed = nested.packed(query, key, value)
+        return make_varlen_call(
+            *packed, dropout_p, is_causal, scale, window=window, q_offset=q_offset, alibi_slopes=alibi_slopes,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, return_stats=return_stats,
+            deterministic=deterministic,
+        )._replace(jagged=(packed[3], query.dim()))  # fmt: skip
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
         if x.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions (length, head dim), got shape {tuple(x.shape)}")
     check_bool("enable_gqa", enable_gqa)
-    check_bool("return_lse", return_lse)
     check_bool("return_weights", return_weights)
-    check_bool("return_stats", return_stats)
-    if deterministic is not None:
-        check_bool("deterministic", deterministic)
-
-    query, key, value = autocast_inputs(query, key, value)
+    _check_flags(return_lse, return_stats, deterministic)
+    query, key, value = _alike(query, key, value)
     for name, x in (("key", key), ("value", value)):
-        check_alike(name, x, "query", query)
         if x.dim() != query.dim():
             raise ValueError(f"{name}: expected {query.dim()} dimensions as query, got shape {tuple(x.shape)}")
 
@@ -123,13 +128,8 @@ def make_varlen_call(
     """Refuse what `mha_ext.attention_varlen` does not take, and see the packed batch as one of (1, heads, total, D)."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, dims=(3,))
-    check_bool("return_lse", return_lse)
-    check_bool("return_stats", return_stats)
-    if deterministic is not None:
-        check_bool("deterministic", deterministic)
-    query, key, value = autocast_inputs(query, key, value)
-    for name, x in (("key", key), ("value", value)):
-        check_alike(name, x, "query", query)
+    _check_flags(return_lse, return_stats, deterministic)
+    query, key, value = _alike(query, key, value)
     _, heads, head_dim = query.shape
     check_shape("key", key, (key.shape[0], key.shape[1], head_dim), "(total_k, Hkv, D)")
     check_shape("value", value, (key.shape[0], key.shape[1], value.shape[2]), "(total_k, Hkv, Dv)")
@@ -165,6 +165,21 @@ def make_varlen_call(
         query.shape[:-1],
         sequences,
     )
+
+
+def _check_flags(return_lse: Any, return_stats: Any, deterministic: Any) -> None:
+    check_bool("return_lse", return_lse)
+    check_bool("return_stats", return_stats)
+    if deterministic is not None:
+        check_bool("deterministic", deterministic)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three, cast under autocast, of one dtype and device."""
+    query, key, value = autocast_inputs(query, key, value)
+    check_alike("key", key, "query", query)
+    check_alike("value", value, "query", query)
+    return query, key, value
 
 
 def by_heads(x: Tensor) -> Tensor:

@@ -139,20 +139,14 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017.
     """
-    arguments: dict[str, Any] = {
-        "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window": window, "q_offset": q_offset,
-        "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks, "return_lse": return_lse,
-        "return_stats": return_stats, "deterministic": deterministic,
-    }  # fmt: skip
-    if isinstance(query, Tensor) and query.is_nested:
-        nested.refuse(attn_mask=attn_mask, key_lengths=key_lengths, return_weights=return_weights)
-        return nested.attention(attention_varlen, query, key, value, backend=backend, **arguments)
     call = make_call(
-        query, key, value, attn_mask, enable_gqa=enable_gqa, key_lengths=key_lengths, return_weights=return_weights,
-        **arguments,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
+        q_offset=q_offset, key_lengths=key_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
+        return_lse=return_lse, return_weights=return_weights, return_stats=return_stats,
+        deterministic=deterministic,
     )  # fmt: skip
     name = backends.choose(call, backend)
-    with without_autocast(query):
+    with without_autocast(call.query):
         return _present(call, _compute(call, name))
 
 
@@ -263,6 +257,8 @@ def _present(call: AttentionCall, result: AttentionResult) -> Tensor | Attention
     def shaped(x: Tensor | None, wanted: bool) -> Tensor | None:
         if not wanted or x is None:
             return None
+        if call.jagged is not None:
+            return nested.jagged(from_heads(x), *call.jagged)
         if call.sequences is not None:
             return from_heads(x)
         return x if len(call.leading) == 2 else x.reshape(*call.leading, *x.shape[2:])

@@ -1,14 +1,11 @@
 """Jagged nested tensors: a batch of sequences of different lengths that torch keeps packed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .reference import AttentionResult
-
-__all__ = ["attention", "packed", "refuse"]
+__all__ = ["jagged", "packed", "refuse"]
 
 
 def refuse(attn_mask: Any, key_lengths: Any, return_weights: Any) -> None:
@@ -19,32 +16,6 @@ def refuse(attn_mask: Any, key_lengths: Any, return_weights: Any) -> None:
         raise ValueError("key_lengths: expected None with nested tensors, which know their lengths, got a tensor")
     if return_weights:
         raise ValueError("return_weights: expected False with nested tensors, got True; pad them to see the weights")
-
-
-def attention(
-    attention_varlen: Callable[..., Tensor | AttentionResult],
-    query: Tensor,
-    key: Any,
-    value: Any,
-    **arguments: Any,
-) -> Tensor | AttentionResult:
-    """`attention_varlen` of jagged query, key and value (B, H, j, D) or (B, j, D); its results are jagged too."""
-    q, k, v, offsets_q, offsets_k = packed(query, key, value)
-    result = attention_varlen(q, k, v, offsets_q, offsets_k, **arguments)
-
-    def jagged(x: Tensor | None) -> Tensor | None:
-        """(total, H, ...) -> (B, H, j, ...), or without heads as query is."""
-        if x is None:
-            return None
-        if query.dim() == 3:
-            return torch.nested.nested_tensor_from_jagged(x[:, 0].contiguous(), offsets_q)
-        return torch.nested.nested_tensor_from_jagged(x.contiguous(), offsets_q).transpose(1, 2)
-
-    if isinstance(result, Tensor):
-        output = jagged(result)
-        assert output is not None
-        return output
-    return AttentionResult._make(map(jagged, result))
 
 
 def packed(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -68,6 +39,13 @@ def packed(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor, Te
             raise ValueError(message)
         torch._assert_async(same, message)  # a GPU is not waited for
     return q, k, v, offsets_q, offsets_k
+
+
+def jagged(x: Tensor, offsets: Tensor, dims: int) -> Tensor:
+    """(total, H, ...) -> (B, H, j, ...), or of queries without an axis of heads (dims = 3) (B, j, ...)."""
+    if dims == 3:
+        return torch.nested.nested_tensor_from_jagged(x[:, 0].contiguous(), offsets)
+    return torch.nested.nested_tensor_from_jagged(x.contiguous(), offsets).transpose(1, 2)
 
 
 def _packed(name: str, x: Any, dims: int) -> tuple[Tensor, Tensor]:

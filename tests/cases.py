@@ -19,6 +19,9 @@ class BackendUnderTest(NamedTuple):
         return self.name != "reference" and self.device == "cpu"
 
 
+Count = Callable[[Callable[[], Any]], list[Any]]  # runs a call, and returns what each of its kernels did
+
+
 class Shape(NamedTuple):
     """query (B, Hq, Lq, D), key (B, Hkv, Lk, D), value (B, Hkv, Lk, Dv)."""
 

@@ -2,12 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from cases import BackendUnderTest
+from cases import BackendUnderTest, Count
 from hypothesis import HealthCheck, settings
 
 import mha_ext
@@ -63,6 +64,30 @@ def fused(_kernel_device: str) -> Iterator[str]:
     """The same with the fused kernels in force, which take neither fp64 nor calls that return weights."""
     with mha_ext.backends.use_backend("fused"):
         yield _kernel_device
+
+
+@pytest.fixture
+def simulator(_kernel_device: str) -> Any:
+    """The simulated GPU where the kernels run on it, None on a real one."""
+    if _kernel_device != "cpu":
+        return None
+    from tests.gpusim import load
+
+    return load()
+
+
+@pytest.fixture
+def count(simulator: Any) -> Count:
+    """Runs a call and returns what each of its kernels did, in order."""
+    if simulator is None:
+        pytest.skip("the simulated GPU counts, a real one does not")
+
+    def run(call: Callable[[], Any]) -> list[Any]:
+        simulator.take_records()
+        call()
+        return list(simulator.take_records())
+
+    return run
 
 
 def _in_force(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:

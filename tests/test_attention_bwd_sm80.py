@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accuracy import FLOOR, assert_accurate, plain_attention
+from cases import Count
 from oracle import to_array
 from torch import Tensor
 
@@ -262,23 +263,21 @@ SCHEDULED: dict[str, tuple[Call, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def schedules(fused: str) -> Iterator[Any]:
+def schedules(simulator: Any) -> Iterator[int]:
     """20 ways to run: the order of warps, of copies and of blocks."""
-    if fused != "cpu":
-        yield (iter(range(20)), None)
-        return
-    simulator = pytest.importorskip("tests.gpusim").load()
+    if simulator is None:
+        return iter(range(20))
 
     def run() -> Iterator[int]:
         for seed in range(20):
             with simulator.using(seed=seed, threads=1 + seed % 2, arrival=("late", "at_once", "random")[seed % 3]):
                 yield seed
 
-    yield (run(), simulator)
+    return run()
 
 
 @pytest.mark.parametrize("case", SCHEDULED)
-def test_every_schedule_gives_the_same_bits(fused: str, schedules: Any, case: str) -> None:
+def test_every_schedule_gives_the_same_bits(fused: str, schedules: Iterator[int], case: str) -> None:
     call, options = SCHEDULED[case]
     wanted = dict(zip(("query", "key", "value"), tensors(call, torch.float16, fused), strict=True))
     rule = dict(call.rule)
@@ -286,7 +285,7 @@ def test_every_schedule_gives_the_same_bits(fused: str, schedules: Any, case: st
         generator = torch.Generator().manual_seed(3)
         rule.update({n: x.to(fused) for n, x in mask_of_blocks(call, torch.float16, generator).items()})
         wanted["alibi_slopes"] = torch.rand(call.heads, generator=generator).to(fused)
-    results = [gradients(wanted, **rule) for _ in schedules[0]]
+    results = [gradients(wanted, **rule) for _ in schedules]
     assert len(results) == 20
     assert all(identical(results[0], other) for other in results[1:])
 
@@ -334,14 +333,10 @@ def test_sequences_that_overlap_do_not_wait_for_each_other(fused: str, monkeypat
 # ---- work ----
 
 
-def test_blocks_that_a_mask_hides_are_not_computed(fused: str) -> None:
-    if fused != "cpu":
-        pytest.skip("the simulated GPU counts, a real one does not")
-    simulator = pytest.importorskip("tests.gpusim").load()
+def test_blocks_that_a_mask_hides_are_not_computed(fused: str, count: Count) -> None:
     query, key, value = (x.requires_grad_() for x in tensors(Call(1, 1, 512, 512, 64, 64), torch.float16, fused))
     blocks = torch.arange(512) // 128
     output = mha_ext.attention(query, key, value, blocks[:, None] == blocks)
-    simulator.take_records()
-    torch.autograd.grad(output.sum(), (query, key, value))
-    (record,) = [record for record in simulator.take_records() if "attention_bwd_sm80" in record.kernel]
+    records = count(lambda: torch.autograd.grad(output.sum(), (query, key, value)))
+    (record,) = [record for record in records if "attention_bwd_sm80" in record.kernel]
     assert record.tensor_flops == 10 * 4 * 128 * 128 * 64  # a quarter of the scores

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cases import Count
 from torch import Tensor
 
 import mha_ext
 
 LENGTH, HEADS = 1024, 2
-Count = Callable[[Callable[[], Any]], list[Any]]
-
-
-@pytest.fixture
-def count(fused: str) -> Count:
-    """Runs a call and returns what each of its kernels did, in order."""
-    if fused != "cpu":
-        pytest.skip("the simulated GPU counts, a real one does not")
-    simulator = pytest.importorskip("tests.gpusim").load()
-
-    def run(call: Callable[[], Any]) -> list[Any]:
-        simulator.take_records()
-        call()
-        return list(simulator.take_records())
-
-    return run
+pytestmark = pytest.mark.usefixtures("fused")
 
 
 def one(records: list[Any], name: str) -> Any:

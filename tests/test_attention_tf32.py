@@ -1,14 +1,14 @@
 """Fused attention in fp32 on the TF32 tensor cores: three products as accurate as fp32, or one where torch allows."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from accuracy import FLOOR, assert_accurate, plain_attention
-from cases import Case, Shape, leaves, make_inputs
+from cases import Case, Count, Shape, leaves, make_inputs
 from torch import Tensor
 
 import mha_ext
@@ -136,7 +136,7 @@ def test_a_row_that_sees_nothing_is_zero_whatever_its_tile_holds(fused: str, dty
         assert not rows[0, 0, 1:].isfinite().any()
 
 
-def test_gradients_do_not_depend_on_the_order_of_blocks(fused: str) -> None:
+def test_gradients_do_not_depend_on_the_order_of_blocks(fused: str, simulator: Any) -> None:
     shape = Shape(2, 4, 2, 70, 100, 40, 64)
     inputs = make_inputs(Case("", shape, ("bias", "alibi_by_batch", "sinks", "window_left")), torch.float32, fused)
 
@@ -145,10 +145,9 @@ def test_gradients_do_not_depend_on_the_order_of_blocks(fused: str) -> None:
         return [output.detach(), *grads.values()]
 
     first = run()
-    if fused != "cpu":
+    if simulator is None:
         assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, run(), strict=True))
         return
-    simulator = pytest.importorskip("tests.gpusim").load()
     for seed in range(1, 21):
         with simulator.using(seed=seed, arrival=("late", "random")[seed % 2], threads=1 + seed % 2):
             assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
@@ -179,22 +178,12 @@ def test_the_slopes_of_packed_sequences(fused: str) -> None:
 # --- what the simulator counts -----------------------------------------------------------------------
 
 LENGTH, HEADS = 1024, 2
-Count = Callable[[Callable[[], Any]], list[Any]]
 
 
-@pytest.fixture
-def count(fused: str) -> Count:
-    """Runs a call and returns what each of its kernels did, in order."""
-    if fused != "cpu":
-        pytest.skip("the simulated GPU counts, a real one does not")
-    simulator = pytest.importorskip("tests.gpusim").load()
-
-    def run(call: Callable[[], Any]) -> list[Any]:
-        simulator.take_records()
-        call()
-        return [record for record in simulator.take_records() if "tf32" in record.kernel]
-
-    return run
+@pytest.fixture(name="count")
+def count_tf32(fused: str, count: Count) -> Count:
+    """Of the kernels for fp32 alone."""
+    return lambda call: [record for record in count(call) if "tf32" in record.kernel]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Count
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -20,20 +21,15 @@ KINDS = {
 LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False)}
 GOAL = 1.02
 
-Count = Callable[[Callable[[], Any]], Any]
+CountOne = Callable[[Callable[[], Any]], Any]
 
 
-@pytest.fixture
-def count(kernels: str) -> Count:
+@pytest.fixture(name="count")
+def count_one(kernels: str, count: Count) -> CountOne:
     """Runs a call that launches one kernel, and returns what it did."""
-    if kernels != "cpu":
-        pytest.skip("the simulated GPU counts, a real one does not")
-    simulator = pytest.importorskip("tests.gpusim").load()
 
     def run(call: Callable[[], Any]) -> Any:
-        simulator.take_records()
-        call()
-        (record,) = simulator.take_records()
+        (record,) = count(call)
         return record
 
     return run
@@ -63,7 +59,7 @@ def assert_wide(record: Any, load: int, store: int | None = None) -> None:
 
 @pytest.mark.parametrize(("kind", "width"), [*((kind, 64) for kind in KINDS), ("fp16", 128), ("bf16", 128)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_matmul(count: Count, layout: str, kind: str, width: int) -> None:
+def test_matmul(count: CountOne, layout: str, kind: str, width: int) -> None:
     """At multiples of the tile nothing is computed in vain, no bank is met twice, and no sector is read in part."""
     dtype, allow_tf32 = KINDS[kind]
     transpose_a, transpose_b = LAYOUTS[layout]
@@ -89,7 +85,7 @@ def test_matmul(count: Count, layout: str, kind: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_matmul_of_shared_heads(count: Count, dtype: torch.dtype) -> None:
+def test_matmul_of_shared_heads(count: CountOne, dtype: torch.dtype) -> None:
     """Grouped queries: no more work, and no copy of the shared operand."""
     a, b = torch.randn(2, 4, 128, 64).to(dtype), torch.randn(2, 2, 64, 64).to(dtype)
     done = count(lambda: torch.ops.mha_ext.matmul(a, b, False, True, 1.0, 4, dtype, False, None))
@@ -101,7 +97,7 @@ def test_matmul_of_shared_heads(count: Count, dtype: torch.dtype) -> None:
     assert_moves(done, nbytes(scores, a), 4 * 128 * 64 * 2)
 
 
-def test_matmul_with_float_out(count: Count) -> None:
+def test_matmul_with_float_out(count: CountOne) -> None:
     a, b = torch.randn(1, 1, 128, 64).half(), torch.randn(1, 1, 64, 64).half()
     done = count(lambda: torch.ops.mha_ext.matmul(a, b, False, True, 1.0, 1, torch.float32, False, None))
     assert_moves(done, nbytes(a, b), 128 * 64 * 4)
@@ -127,7 +123,7 @@ def goal_of_rows(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masked_softmax(count: Count, dtype: torch.dtype, length: int) -> None:
+def test_masked_softmax(count: CountOne, dtype: torch.dtype, length: int) -> None:
     """Scores are read once, weights and lse are written once."""
     scores = torch.randn(1, 2, 4, length).to(dtype)
     done = count(lambda: torch.ops.mha_ext.masked_softmax(*softmax_arguments(scores, None, 0.0, -1)))
@@ -139,13 +135,13 @@ def test_masked_softmax(count: Count, dtype: torch.dtype, length: int) -> None:
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float16, torch.float32], ids=str)
-def test_masked_softmax_reads_a_mask_once(count: Count, mask_dtype: torch.dtype) -> None:
+def test_masked_softmax_reads_a_mask_once(count: CountOne, mask_dtype: torch.dtype) -> None:
     scores, mask = torch.randn(1, 2, 4, 1024).half(), torch.ones(1, 2, 4, 1024).to(mask_dtype)
     done = count(lambda: torch.ops.mha_ext.masked_softmax(*softmax_arguments(scores, mask, 0.0, -1)))
     assert_moves(done, nbytes(scores, mask), nbytes(scores) + 8 * 4)
 
 
-def test_masked_softmax_reads_visible_scores_only(count: Count) -> None:
+def test_masked_softmax_reads_visible_scores_only(count: CountOne) -> None:
     """Causal: whole sectors up to the diagonal."""
     scores = torch.randn(1, 1, 64, 1024).half()
     done = count(lambda: torch.ops.mha_ext.masked_softmax(*softmax_arguments(scores, None, 0.0, 0)))
@@ -153,7 +149,7 @@ def test_masked_softmax_reads_visible_scores_only(count: Count) -> None:
     assert done.global_store_bytes == nbytes(scores) + 64 * 4
 
 
-def test_masked_softmax_with_dropout(count: Count) -> None:
+def test_masked_softmax_with_dropout(count: CountOne) -> None:
     scores = torch.randn(1, 2, 4, 1024).half()
     done = count(lambda: torch.ops.mha_ext.masked_softmax(*softmax_arguments(scores, None, 0.1, -1)))
     rng = done.global_load_bytes - nbytes(scores)
@@ -164,7 +160,7 @@ def test_masked_softmax_with_dropout(count: Count) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masked_softmax_backward(count: Count, dtype: torch.dtype, length: int) -> None:
+def test_masked_softmax_backward(count: CountOne, dtype: torch.dtype, length: int) -> None:
     """Weights and their gradient are read once, the scores' gradient is written once."""
     weights, grad = torch.rand(1, 2, 4, length).to(dtype), torch.randn(1, 2, 4, length).to(dtype)
     lse = torch.randn(1, 2, 4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -185,7 +181,7 @@ def test_masked_softmax_backward(count: Count, dtype: torch.dtype, length: int) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_qkv_split(count: Count, head_dim: int, dtype: torch.dtype) -> None:
+def test_qkv_split(count: CountOne, head_dim: int, dtype: torch.dtype) -> None:
     packed = torch.randn(2, 16, (4 + 2 * 2) * head_dim).to(dtype)
     done = count(lambda: torch.ops.mha_ext.qkv_split(packed, None, 4, 2))
     assert_moves(done, nbytes(packed), nbytes(packed))
@@ -193,7 +189,7 @@ def test_qkv_split(count: Count, head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_qkv_split_with_bias(count: Count, dtype: torch.dtype) -> None:
+def test_qkv_split_with_bias(count: CountOne, dtype: torch.dtype) -> None:
     """Each row asks for the bias, which stays in the cache."""
     packed, bias = torch.randn(2, 16, 512).to(dtype), torch.randn(512).to(dtype)
     done = count(lambda: torch.ops.mha_ext.qkv_split(packed, bias, 4, 2))
@@ -203,7 +199,7 @@ def test_qkv_split_with_bias(count: Count, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_qkv_merge(count: Count, dtype: torch.dtype, bias_grad: bool) -> None:
+def test_qkv_merge(count: CountOne, dtype: torch.dtype, bias_grad: bool) -> None:
     grads = [torch.randn(2, heads, 64, 64).to(dtype) for heads in (4, 2, 2)]
     done = count(lambda: torch.ops.mha_ext.qkv_merge(*grads, bias_grad))
     total = nbytes(*grads)

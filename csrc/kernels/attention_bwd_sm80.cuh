@@ -224,8 +224,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const QueryStep &step = shared.steps[number % 4], &next = shared.steps[(number + 1) % 4];
     ptx::cp_async_wait<0>();  // this step's tiles are here ...
     __syncthreads();          // ... all of them, and nobody reads P, dS and the other stage any more
-    if (kStages == 2 && next.block >= 0) load_queries(next, next_stage);
-    ptx::cp_async_commit();
+    if constexpr (kStages == 2) {
+      if (next.block >= 0) load_queries(next, next_stage);
+      ptx::cp_async_commit();
+    }
 
     // P and dS, rounded: operands of the next products, in registers and in shared memory.
     uint32_t weights[Config::kKeepsOwn ? kWarpM / 16 : 1][2][4], grads[Config::kKeepsOwn ? kWarpM / 16 : 1][2][4];

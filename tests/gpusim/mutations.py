@@ -181,7 +181,6 @@ def deletions(library: Path) -> list[Deletion]:
 # Why a kernel does without an instruction: (part of the kernel's name, instruction, number) -> the reason.
 _LAST = "the barrier behind the last reduction protects the next one, and there is none"
 _GLOBAL = "it orders global memory between the lanes of a warp, which run in step here and are not judged"
-_EMPTY = "with a single stage it closes a group of no copies"
 SURVIVORS = {
     ("masked_softmax_kernel", "bar.sync 0;", 5): _LAST,
     ("masked_softmax_long_kernel", "bar.sync 0;", 5): _LAST,
@@ -195,8 +194,6 @@ SURVIVORS = {
     ("AttentionBwd<__nv_bfloat16, 256, true>", "bar.sync 0;", 6): _LAST,
     ("attention_bwd_sm80_kernel", "bar.warp.sync -1;", 1): _GLOBAL,
     ("attention_bwd_sm80_kernel", "bar.warp.sync -1;", 2): _GLOBAL,
-    ("AttentionBwd<__half, 256", "cp.async.commit_group;", 1): _EMPTY,
-    ("AttentionBwd<__nv_bfloat16, 256", "cp.async.commit_group;", 1): _EMPTY,
 }
 
 ORDERS = ((0, "late"), (0, "at_once"), (1, "late"), (2, "random"), (3, "late"), (4, "at_once"))
