@@ -46,8 +46,8 @@ def say(text: str) -> None:
 def sources(kind: str) -> list[str]:
     """The files of an extension, relative to the root: everything that lies in the folders of its kind."""
     folders = {
-        "cpu": ["csrc/cpu/*.cpp"],
-        "cuda": ["csrc/cpu/*.cpp", "csrc/api/*.cpp", "csrc/kernels/instances/*.cu"],
+        "cpu": ["csrc/cpu/*.cpp", "csrc/api/cpu/*.cpp"],
+        "cuda": ["csrc/cpu/*.cpp", "csrc/api/cpu/*.cpp", "csrc/api/*.cpp", "csrc/kernels/instances/*.cu"],
     }
     found = [str(path.relative_to(ROOT)) for pattern in folders[kind] for path in ROOT.glob(pattern)]
     return ["csrc/bindings.cpp", *sorted(found)]

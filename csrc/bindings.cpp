@@ -1,7 +1,12 @@
 // Where Python meets C++: what was built, and the schemas of the operators. It binds, and nothing else.
 #include <Python.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/library.h>
+
+#include <string>
+
+#include "cpu/attention.h"
 
 namespace py = pybind11;
 
@@ -17,7 +22,26 @@ PYBIND11_MODULE(_C, m) {
     info["architectures"] = MHA_EXT_ARCHITECTURES;
     return info;
   });
+  m.def("cpu_targets", &mha_ext::cpu::targets, "Instruction sets whose kernels this CPU runs, fastest first");
+  m.def("cpu_target", [] { return mha_ext::cpu::kernels().target; }, "The one in force");
+  m.def("use_cpu_target", &mha_ext::cpu::use_target, "Compute by the named one from now on; empty: by the default");
 }
+
+// What follows the names of the operators of fused attention.
+const char* const kAttentionForward =
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets,"
+    " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int q_offset,"
+    " int window_left, int window_right, float softcap, float dropout_p, float scale, bool allow_tf32,"
+    " bool for_backward, bool return_stats)"
+    " -> (Tensor output, Tensor lse, Tensor row_stats, Tensor max_score, Tensor entropy)";
+const char* const kAttentionBackward =
+    "(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
+    " Tensor row_stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets, Tensor? alibi_slopes, Tensor? sinks,"
+    " Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int q_offset, int window_left, int window_right,"
+    " float softcap, float dropout_p, float scale, bool allow_tf32, bool packed, bool mask_grad, bool slopes_grad,"
+    " bool sinks_grad)"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_slopes,"
+    " Tensor grad_sinks)";
 
 TORCH_LIBRARY(mha_ext, m) {
   m.def(
@@ -40,18 +64,9 @@ TORCH_LIBRARY(mha_ext, m) {
       " int q_offset, float softcap, float dropout_p, ScalarType grad_dtype, bool bias_grad,"
       " bool sink_grad, bool slope_grad)"
       " -> (Tensor grad_scores, Tensor grad_bias, Tensor grad_sink_rows, Tensor grad_slope_rows)");
-  m.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths,"
-      " Tensor? q_offsets, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q,"
-      " Tensor? cu_seqlens_k, int q_offset, int window_left, int window_right, float softcap, float dropout_p,"
-      " float scale, bool allow_tf32, bool for_backward, bool return_stats)"
-      " -> (Tensor output, Tensor lse, Tensor row_stats, Tensor max_score, Tensor entropy)");
-  m.def(
-      "attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,"
-      " Tensor lse, Tensor row_stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets, Tensor? alibi_slopes,"
-      " Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int q_offset, int window_left,"
-      " int window_right, float softcap, float dropout_p, float scale, bool allow_tf32, bool packed, bool mask_grad,"
-      " bool slopes_grad, bool sinks_grad)"
-      " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_slopes,"
-      " Tensor grad_sinks)");
+  // Of tensors that a CUDA kernel reads, and of those in the CPU's memory.
+  for (const std::string& suffix : {"", "_cpu"}) {
+    m.def(("attention_forward" + suffix + kAttentionForward).c_str());
+    m.def(("attention_backward" + suffix + kAttentionBackward).c_str());
+  }
 }

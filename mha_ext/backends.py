@@ -57,6 +57,14 @@ def has_kernels(device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("mha_ext::matmul", device.type.upper())
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_cpu_kernels() -> bool:
+    """Whether there is a compiled extension: each one has the kernels for the CPU."""
+    from ._extension import extension
+
+    return extension is not None
+
+
 def _kernels(x: Tensor, by_name: bool) -> str | None:
     if x.device.type == "cpu" and not by_name:
         return "query is on the CPU, and these kernels take CUDA tensors"
@@ -140,10 +148,7 @@ def _shared_memory(call: AttentionCall, by_name: bool) -> str | None:
     if call.query.dtype == torch.float32:
         return None
     width = max(call.query.shape[3], call.value.shape[3])
-    gradient = wants_grad(
-        call.query, call.key, call.value, call.rule.attn_mask, call.rule.alibi_slopes, call.rule.sinks
-    )
-    needed = 163 if gradient or width > 128 else 99
+    needed = 163 if _wants_grad(call) or width > 128 else 99
     return _shared_memory_refusal(call.query.device, needed * 1024)
 
 
@@ -156,12 +161,29 @@ def _shared_memory_refusal(device: torch.device, needed: int) -> str | None:
     return None if offered >= needed else f"{needed} bytes a block are needed, this GPU offers {offered}"
 
 
+def _wants_grad(call: AttentionCall) -> bool:
+    rule = call.rule
+    return wants_grad(call.query, call.key, call.value, rule.attn_mask, rule.alibi_slopes, rule.sinks)
+
+
 def _weights(call: AttentionCall, by_name: bool) -> str | None:
     return "return_weights asks for the weights, which are never in memory" if call.return_weights else None
 
 
 def _sequences(call: AttentionCall, by_name: bool) -> str | None:
     return None if call.sequences is None else "packed sequences are taken by the fused kernels and by plain PyTorch"
+
+
+def _cpu(call: AttentionCall, by_name: bool) -> str | None:
+    if call.query.device.type != "cpu":
+        return f"query is on {call.query.device.type}, and these kernels take CPU tensors"
+    return None if has_cpu_kernels() else f"this build has no kernels for the CPU ({_build()})"
+
+
+def _gradient(call: AttentionCall, by_name: bool) -> str | None:
+    if _wants_grad(call):
+        return "a gradient is needed, and these kernels have no backward"
+    return None
 
 
 _CALL_KERNEL_CHECKS = tuple((name, _of_query(check)) for name, check in _KERNEL_CHECKS)
@@ -182,6 +204,18 @@ BACKENDS: tuple[Backend, ...] = (
         "unfused",
         "CUDA kernels for scores, masked softmax and output",
         (("sequences", _sequences), *_CALL_KERNEL_CHECKS),
+    ),
+    Backend(
+        "cpu",
+        "one pass over the keys on the CPU that never writes the scores; forward only",
+        (
+            ("device", _cpu),
+            ("dtype", _dtype),
+            ("head dimension", _head_dim),
+            ("returned weights", _weights),
+            ("gradient", _gradient),
+            ("transforms", _of_query(_transforms)),
+        ),
     ),
     Backend("reference", "plain PyTorch, on every device", ()),
 )
@@ -234,7 +268,7 @@ def choose(call: AttentionCall, backend: str | None = None) -> str:
 def parts_use_kernels(x: Tensor) -> bool:
     """Whether the parts run as kernels on this tensor, here and now."""
     name = requested()
-    if name == "reference":
+    if name in ("cpu", "reference"):  # the parts have no kernels for the CPU
         return False
     refusals = (check(x, name is not None) for _, check in _KERNEL_CHECKS)
     refusal = next((reason for reason in refusals if reason is not None), None)
@@ -267,7 +301,7 @@ def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanatio
     --------
     >>> import torch, mha_ext
     >>> q = torch.randn(1, 2, 4, 8)
-    >>> mha_ext.backends.explain(q, q, q, is_causal=True).backend
+    >>> mha_ext.backends.explain(q, q, q, is_causal=True, return_weights=True).backend
     'reference'
     """
     call = (make_varlen_call if "cu_seqlens_q" in kwargs else make_call)(*args, **kwargs)
@@ -286,4 +320,5 @@ def available() -> dict[str, str | None]:
         reason = f"no CUDA kernels ({_build()})"
     else:
         reason = _capability_refusal(torch.device("cuda", torch.cuda.current_device()))
-    return {"fused": reason, "unfused": reason, "reference": None}
+    no_cpu = None if has_cpu_kernels() else f"no kernels for the CPU ({_build()})"
+    return {"fused": reason, "unfused": reason, "cpu": no_cpu, "reference": None}

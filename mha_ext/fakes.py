@@ -180,8 +180,9 @@ def _fake_attention_backward(
 
 
 if extension is not None:
-    torch.library.register_fake("mha_ext::attention_forward")(_fake_attention_forward)
-    torch.library.register_fake("mha_ext::attention_backward")(_fake_attention_backward)
+    for suffix in ("", "_cpu"):
+        torch.library.register_fake(f"mha_ext::attention_forward{suffix}")(_fake_attention_forward)
+        torch.library.register_fake(f"mha_ext::attention_backward{suffix}")(_fake_attention_backward)
     torch.library.register_fake("mha_ext::qkv_split")(_fake_qkv_split)
     torch.library.register_fake("mha_ext::qkv_merge")(_fake_qkv_merge)
     torch.library.register_fake("mha_ext::matmul")(_fake_matmul)

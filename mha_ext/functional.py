@@ -228,16 +228,16 @@ def packed_attention(
     call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
     name = backends.choose(call, backend)
     with without_autocast(packed):
-        if name == "fused":
-            settings = (call.rule, call.dropout_p, call.scale, call.return_stats)
-            return _present(call, fused.attention_packed(packed, num_heads, num_kv_heads, *settings))
+        if name in ("fused", "cpu"):
+            settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
+            return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
         return _present(call, _compute(call, name))
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
     settings = (call.rule, call.dropout_p, call.scale, call.return_stats)
-    if backend == "fused":
-        return fused.attention(call.query, call.key, call.value, *settings, call.sequences)
+    if backend in ("fused", "cpu"):
+        return fused.attention(call.query, call.key, call.value, *settings, call.sequences, on_cpu=backend == "cpu")
     if backend == "unfused":
         return unfused.attention(call.query, call.key, call.value, *settings)
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Attention by the fused kernels: no matrix of Lq x Lk is ever in memory, forward or backward.
+"""Attention by the fused kernels, those of the GPU or those of the CPU: no matrix of Lq x Lk is ever in memory, forward or backward.
 
 Saved for backward are the inputs, the output and three numbers a row. Where the backward itself is differentiated
 (`create_graph=True`), `reference` takes over.
@@ -38,6 +38,7 @@ class Settings(NamedTuple):
     scale: float
     allow_tf32: bool
     return_stats: bool
+    on_cpu: bool  # by the kernels of csrc/cpu
 
 
 class Saved(NamedTuple):
@@ -83,7 +84,8 @@ def _forward(
     for_backward: bool,
 ) -> tuple[Tensor, ...]:
     """output, lse, row_stats (empty unless for_backward), max_score and entropy (empty unless asked for)."""
-    return torch.ops.mha_ext.attention_forward(
+    forward = torch.ops.mha_ext.attention_forward_cpu if settings.on_cpu else torch.ops.mha_ext.attention_forward
+    return forward(
         unit_stride(query),
         unit_stride(key),
         unit_stride(value),
@@ -100,7 +102,9 @@ def _backward(
     rule = saved.rule
     needs_mask, needs_slopes, needs_sinks = needs
     grad_output = torch.zeros_like(saved.output) if grad_output is None else unit_stride(grad_output)
-    query, key, value, grad_mask, grad_slopes, grad_sinks = torch.ops.mha_ext.attention_backward(
+    operators = torch.ops.mha_ext
+    backward = operators.attention_backward_cpu if saved.settings.on_cpu else operators.attention_backward
+    query, key, value, grad_mask, grad_slopes, grad_sinks = backward(
         grad_output,
         None if grad_lse is None else grad_lse.contiguous(),
         unit_stride(saved.query),
@@ -255,9 +259,11 @@ def wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _settings(like: Tensor, dropout_p: float, scale: float, return_stats: bool) -> tuple[Tensor | None, Settings]:
+def _settings(
+    like: Tensor, dropout_p: float, scale: float, return_stats: bool, on_cpu: bool
+) -> tuple[Tensor | None, Settings]:
     rng_state = reference.draw_rng_state(like.device) if dropout_p > 0 else None
-    return rng_state, Settings(dropout_p, scale, allow_tf32(like), return_stats)
+    return rng_state, Settings(dropout_p, scale, not on_cpu and allow_tf32(like), return_stats, on_cpu)
 
 
 def _result(outputs: tuple[Tensor, ...]) -> AttentionResult:
@@ -274,9 +280,11 @@ def attention(
     scale: float,
     return_stats: bool,
     sequences: Sequences | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> AttentionResult:
     """`reference.attention` without weights, by one kernel forward and a few backward."""
-    rng_state, settings = _settings(query, dropout_p, scale, return_stats)
+    rng_state, settings = _settings(query, dropout_p, scale, return_stats, on_cpu)
     if not wants_grad(query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks):
         return _result(_forward(query, key, value, rule, rng_state, sequences, settings, False))
     return _result(
@@ -287,10 +295,18 @@ def attention(
 
 
 def attention_packed(
-    packed: Tensor, heads: int, heads_kv: int, rule: ScoreRule, dropout_p: float, scale: float, return_stats: bool
+    packed: Tensor,
+    heads: int,
+    heads_kv: int,
+    rule: ScoreRule,
+    dropout_p: float,
+    scale: float,
+    return_stats: bool,
+    *,
+    on_cpu: bool = False,
 ) -> AttentionResult:
     """`attention` of the parts of a packed projection (B, L, (Hq + 2 Hkv) D), read and differentiated in place."""
-    rng_state, settings = _settings(packed, dropout_p, scale, return_stats)
+    rng_state, settings = _settings(packed, dropout_p, scale, return_stats, on_cpu)
     if not wants_grad(packed, rule.attn_mask, rule.alibi_slopes, rule.sinks):
         query, key, value = unpacked(packed, heads, heads_kv)
         return _result(_forward(query, key, value, rule, rng_state, None, settings, False))

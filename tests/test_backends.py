@@ -19,8 +19,8 @@ def query() -> torch.Tensor:
     return torch.randn(1, 2, 3, 4)
 
 
-def test_cpu_tensors_go_to_the_reference_and_the_reason_is_given(query: torch.Tensor) -> None:
-    explanation = backends.explain(query, query, query)
+def test_what_no_kernel_takes_goes_to_the_reference_and_the_reason_is_given(query: torch.Tensor) -> None:
+    explanation = backends.explain(query, query, query, return_weights=True)
     assert explanation.backend == "reference"
     assert list(explanation.reasons) == [backend.name for backend in backends.BACKENDS]
     assert explanation.reasons["reference"] is None
@@ -31,8 +31,10 @@ def test_cpu_tensors_go_to_the_reference_and_the_reason_is_given(query: torch.Te
 
 
 def test_the_explanation_can_be_read(query: torch.Tensor) -> None:
-    lines = str(backends.explain(query, query, query, is_causal=True)).splitlines()
+    lines = str(backends.explain(*[query.double()] * 3, is_causal=True)).splitlines()
     assert lines[-1] == "-> reference: takes this call"
+    assert lines[2].startswith("   cpu: dtype: ") or not backends.has_cpu_kernels()
+    lines = str(backends.explain(query, query, query)).splitlines()
     assert lines[0].startswith("   fused: kernels: ")
     assert lines[1].startswith("   unfused: kernels: ")
 
@@ -150,7 +152,7 @@ def test_the_argument_overrules_the_context(query: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", ["flash", "", "Reference", None])
 def test_an_unknown_name_is_refused(name: object) -> None:
     context = backends.use_backend(name)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^use_backend: expected one of fused, unfused, reference"), context:
+    with pytest.raises(ValueError, match=r"^use_backend: expected one of fused, unfused, cpu, reference"), context:
         pass
 
 
@@ -172,7 +174,7 @@ def test_the_environment_decides_where_nothing_else_does() -> None:
 def test_an_unknown_name_in_the_environment_is_refused_at_import() -> None:
     failed = python("import mha_ext", MHA_EXT_BACKEND="flash")
     assert failed.returncode != 0
-    assert "MHA_EXT_BACKEND: expected one of fused, unfused, reference, got 'flash'" in failed.stderr
+    assert "MHA_EXT_BACKEND: expected one of fused, unfused, cpu, reference, got 'flash'" in failed.stderr
 
 
 def test_available_says_what_this_machine_can_run() -> None:

@@ -359,7 +359,7 @@ def test_report_13_mask_by_head(with_key_mask: bool) -> None:
     trained = ours(x, attn_mask=mask, **mine)
     torch.testing.assert_close(trained, expected)
     with torch.no_grad():
-        assert torch.equal(ours.eval()(x, attn_mask=mask, **mine), trained)
+        torch.testing.assert_close(ours.eval()(x, attn_mask=mask, **mine), trained)  # by another backend
 
 
 def test_report_14_no_bias_and_odd_heads_in_eval(device: str) -> None:

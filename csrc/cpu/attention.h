@@ -1,0 +1,41 @@
+// Attention on the CPU: the kernels of every target that this binary holds, and the one in force.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace mha_ext::cpu {
+
+struct WorkPlan;
+
+// The same source, compiled for one instruction set.
+struct Kernels {
+  const char* target;
+  // One unit of a plan: a tile of queries against all keys that it sees, or against one split of them.
+  void (*run_unit)(const AttentionParams& params, const WorkPlan& plan, int64_t unit);
+  // The splits of a tile, put together.
+  void (*merge_splits)(const AttentionParams& params, const WorkPlan& plan, int64_t tile);
+};
+
+namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace portable {
+extern const Kernels kKernels;
+}
+
+// What this machine can run, fastest first.
+std::vector<std::string> targets();
+
+// The kernels in force: of the target that use_target() named, else of MHA_EXT_CPU_TARGET, else the fastest.
+// Throws std::invalid_argument where a name is not one of targets().
+const Kernels& kernels();
+void use_target(const std::string& name);  // empty: back to the default
+
+}  // namespace mha_ext::cpu

@@ -1,0 +1,197 @@
+// The two products of a tile, blocked for registers. K and V are read as they lie, nothing is packed:
+//
+//   scores, queries in lanes   scores[key][row] = K[key][d] (broadcast) * queries[d][row]   summed over d
+//   scores, few queries        scores[row][key] = K[key][d] * query[row][d]                 d in lanes, lanes summed
+//   output                     out[row][d] = weight[row][key] (broadcast) * V[key][d]       summed over keys
+#pragma once
+
+#include "cpu/kernel/elements.h"
+
+namespace mha_ext::cpu::MHA_CPU_TARGET {
+namespace {
+
+// Accumulators of a micro-kernel: kBlock broadcasts by kVectors vectors. 6 x 4 leaves 8 of 32 registers, 6 x 2 leaves 4
+// of 16; wider and flatter shapes lose up to a quarter.
+#if MHA_CPU_VECTOR_BYTES == 64 || defined(__aarch64__)
+constexpr int kBlock = 6, kVectors = 4;
+constexpr int kDotRows = 4;
+#else
+constexpr int kBlock = 6, kVectors = 2;
+constexpr int kDotRows = 2;  // 4 keys by 2 rows
+#endif
+constexpr int kDotKeys = 4;
+
+// From a run-time size 1 .. kMax to a constant.
+template <int kMax, typename Call>
+MHA_INLINE void with_size(int size, const Call& call) {
+  if constexpr (kMax > 1) {
+    if (size < kMax) return with_size<kMax - 1>(size, call);
+  }
+  call.template run<kMax>();
+}
+
+template <int kKeys, int kVecs>
+void score_block(const float* key, int64_t key_stride, const float* queries, int head_dim, float* scores) {
+  Vec sum[kKeys][kVecs] = {};
+  for (int d = 0; d < head_dim; ++d) {
+    Vec query[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) query[v] = load(queries + d * kTileRows + v * kLanes);
+#pragma GCC unroll 8
+    for (int k = 0; k < kKeys; ++k) {
+      const Vec each = broadcast(key[k * key_stride + d]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[k][v] = fma(each, query[v], sum[k][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < kKeys; ++k) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) store(scores + k * kScoreStride + v * kLanes, sum[k][v]);
+  }
+}
+
+struct ScoreBlock {
+  const float* key;
+  int64_t key_stride;
+  const float* queries;  // (head_dim, kTileRows)
+  int head_dim;
+  float* scores;  // (keys, kScoreStride)
+  int keys;
+
+  template <int kVecs>
+  struct WithKeys {
+    const ScoreBlock& x;
+    template <int kKeys>
+    void run() const {
+      score_block<kKeys, kVecs>(x.key, x.key_stride, x.queries, x.head_dim, x.scores);
+    }
+  };
+
+  template <int kVecs>
+  void run() const {
+    with_size<kBlock>(keys, WithKeys<kVecs>{*this});
+  }
+};
+
+template <int kKeys, int kRows, typename T>
+void dot_block(const T* key, int64_t key_stride, const float* query, int query_stride, int head_dim, float* scores,
+               int64_t score_stride) {
+  Vec sum[kRows][kKeys] = {};
+  int d = 0;
+  for (; d + kLanes <= head_dim; d += kLanes) {
+#pragma GCC unroll 8
+    for (int k = 0; k < kKeys; ++k) {
+      const Vec x = load_as_float(key + k * key_stride + d);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sum[r][k] = fma(x, load(query + r * query_stride + d), sum[r][k]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    float* to = scores + r * score_stride;
+    if constexpr (kKeys == 4) {
+      sum_lanes_of_four(sum[r], to);
+    } else {
+      for (int k = 0; k < kKeys; ++k) to[k] = sum_lanes(sum[r][k]);
+    }
+    for (int k = 0; k < kKeys; ++k) {
+      for (int i = d; i < head_dim; ++i) to[k] += to_float(key[k * key_stride + i]) * query[r * query_stride + i];
+    }
+  }
+}
+
+template <typename T>
+struct DotBlock {
+  const T* key;
+  int64_t key_stride;
+  const float* query;  // (rows, query_stride)
+  int query_stride, head_dim, keys;
+  float* scores;  // (rows, score_stride)
+  int64_t score_stride;
+
+  template <int kRows>
+  void run() const {
+    int k = 0;
+    for (; k + kDotKeys <= keys; k += kDotKeys) block<kDotKeys, kRows>(k);
+    for (; k < keys; ++k) block<1, kRows>(k);
+  }
+
+  template <int kKeys, int kRows>
+  MHA_INLINE void block(int k) const {
+    dot_block<kKeys, kRows>(key + k * key_stride, key_stride, query, query_stride, head_dim, scores + k, score_stride);
+  }
+};
+
+template <typename T>
+struct OutputBlock {
+  const float* weights;  // of (row, key) at row * row_stride + key * key_stride
+  int64_t row_stride, key_stride;
+  const T* value;
+  int64_t value_stride;
+  int keys;
+  const float* rescale;  // of the rows: what `out` holds is multiplied by it; null: it holds nothing
+  const float* out;
+  int64_t out_stride;
+  const float* factor;  // of the rows: what `to` gets is multiplied by it; null: by nothing
+  float* to;
+  int64_t to_stride;
+  int rows;
+
+  template <int kRows, int kVecs>
+  void block() const {
+    Vec sum[kRows][kVecs] = {};
+    if (rescale) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = load(out + r * out_stride + v * kLanes) * broadcast(rescale[r]);
+      }
+    }
+    const float* weight = weights;
+    const T* row = value;
+    for (int k = 0; k < keys; ++k) {
+      Vec x[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) x[v] = load_as_float(row + v * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Vec each = broadcast(weight[r * row_stride]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = fma(each, x[v], sum[r][v]);
+      }
+      weight += key_stride;
+      row += value_stride;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec last = broadcast(factor ? factor[r] : 1.f);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) store(to + r * to_stride + v * kLanes, sum[r][v] * last);
+    }
+  }
+
+  template <int kVecs>
+  struct WithRows {
+    const OutputBlock& x;
+    template <int kRows>
+    void run() const {
+      x.template block<kRows, kVecs>();
+    }
+  };
+
+  template <int kVecs>
+  void run() const {
+    if constexpr (kVecs > kVectors) {
+      block<1, kVecs>();
+    } else {
+      with_size<kBlock>(rows, WithRows<kVecs>{*this});
+    }
+  }
+};
+
+// A single row takes more vectors at a time: enough sums that do not wait for each other.
+constexpr int kVectorsOfOneRow = 8;
+
+}  // namespace
+}  // namespace mha_ext::cpu::MHA_CPU_TARGET

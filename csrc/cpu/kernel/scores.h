@@ -1,0 +1,224 @@
+// From products to scores: attention/mask.h's rule, over a block of scores that lies in either order.
+#pragma once
+
+#include "cpu/kernel/functions.h"
+#include "cpu/kernel/tile.h"
+
+namespace mha_ext::cpu::MHA_CPU_TARGET {
+namespace {
+
+// What is known of the keys first .. first + keys - 1 against a tile.
+struct ScoreBlockState {
+  int first, keys;
+  KeyRange of_vector[kRowVectors];  // keys of this block that some row of a vector sees, counted from `first`
+};
+
+ScoreBlockState start_block(const TileState& state, const KeyRange* of_vector, int first, int end) {
+  ScoreBlockState block;
+  block.first = first;
+  block.keys = end - first;
+  for (int v = 0; v < state.vectors; ++v) {
+    const KeyRange range = of_vector[v].within(first, end);
+    block.of_vector[v] = range.empty() ? KeyRange{0, 0} : KeyRange{range.begin - first, range.end - first};
+  }
+  return block;
+}
+
+void cap_scores(const TileState& state, const ScoreBlockState& block) {
+  const float softcap = static_cast<float>(state.params.rule.softcap);
+  const Vec cap = broadcast(softcap), inverse = broadcast(static_cast<float>(1 / state.params.rule.softcap));
+  float* scores = state.memory.scores;
+  if (state.few) {
+    for (int r = 0; r < state.count; ++r) {
+      for (int k = 0; k < block.keys; k += kLanes) {
+        float* at = scores + r * kTileKeys + k;
+        store(at, cap * tanh(load(at) * inverse));
+      }
+    }
+    return;
+  }
+  for (int v = 0; v < state.vectors; ++v) {
+    for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
+      float* at = scores + k * kScoreStride + v * kLanes;
+      store(at, cap * tanh(load(at) * inverse));
+    }
+  }
+}
+
+MHA_INLINE float with_mask(float score, uint8_t mask) { return mask ? score : -kInfinity<float>; }
+template <typename T>
+MHA_INLINE float with_mask(float score, T mask) {
+  return masked(score, to_float(mask));
+}
+
+MHA_INLINE bool hides(uint8_t mask) { return !mask; }
+template <typename T>
+MHA_INLINE bool hides(T mask) {
+  return to_float(mask) == -kInfinity<float>;
+}
+
+template <typename T>
+struct Mask {
+  const T* data;
+  int64_t col_stride;
+};
+
+// Whether every row reads the same row of the mask.
+MHA_INLINE bool shares_mask_row(const TileState& state) {
+  for (int r = 1; r < state.count; ++r) {
+    if (state.rows.mask_offset[r] != state.rows.mask_offset[0]) return false;
+  }
+  return true;
+}
+
+// What a mask adds to `count` scores of a row.
+MHA_INLINE void read_mask(const uint8_t* from, int64_t col_stride, int count, float* to) {
+  for (int k = 0; k < count; ++k) to[k] = from[k * col_stride] ? 0.f : -kInfinity<float>;
+}
+template <typename T>
+MHA_INLINE void read_mask(const T* from, int64_t col_stride, int count, float* to) {
+  if (col_stride == 1) return read_row(from, count, count, to);
+  for (int k = 0; k < count; ++k) to[k] = to_float(from[k * col_stride]);
+}
+
+template <typename T>
+void mask_scores(const TileState& state, const ScoreBlockState& block, Mask<T> mask) {
+  float* scores = state.memory.scores;
+  if (!state.few && shares_mask_row(state)) {
+    const T* from = mask.data + state.rows.mask_offset[0] + block.first * mask.col_stride;
+    for (int k = 0; k < block.keys; ++k) {
+      const T each = from[k * mask.col_stride];
+      float* at = scores + k * kScoreStride;
+      for (int r = 0; r < state.vectors * kLanes; ++r) at[r] = with_mask(at[r], each);
+    }
+    return;
+  }
+  if (state.few) {
+    for (int r = 0; r < state.count; ++r) {
+      const T* from = mask.data + state.rows.mask_offset[r] + block.first * mask.col_stride;
+      for (int k = 0; k < block.keys; ++k) {
+        float& score = scores[r * kTileKeys + k];
+        score = with_mask(score, from[k * mask.col_stride]);
+      }
+    }
+    return;
+  }
+  // Rows of the mask become columns in memory: as what is added, -inf where a key is hidden.
+  float* column = state.memory.mask;
+  for (int r = 0; r < state.count; r += 4) {
+    for (int i = 0; i < 4 && r + i < state.count; ++i) {
+      const T* from = mask.data + state.rows.mask_offset[r + i] + block.first * mask.col_stride;
+      read_mask(from, mask.col_stride, block.keys, state.memory.mask_rows + i * kMaxHeadDim);
+    }
+    transpose_four<kScoreStride>(state.memory.mask_rows, block.keys, 1.f, column + r);
+  }
+  const Vec hidden = broadcast(-kInfinity<float>);
+  for (int v = 0; v < state.vectors; ++v) {
+    for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
+      const int at = k * kScoreStride + v * kLanes;
+      const Vec bias = load(column + at);
+      store(scores + at, bias == hidden ? hidden : load(scores + at) + bias);
+    }
+  }
+}
+
+// Which keys of the block some row sees, where no query has a mask of its own: what the others hold may be NaN, and
+// must not meet a weight of 0. False where all are seen.
+template <typename T>
+bool find_hidden_keys(const TileState& state, const ScoreBlockState& block, Mask<T> mask) {
+  bool any_hidden = false;
+  uint8_t* seen = state.memory.seen;
+  for (int k = 0; k < block.keys; ++k) {
+    bool visible = false;
+    for (int r = 0; r < state.count && !visible; r += state.tile.queries) {
+      const int64_t at = state.rows.mask_offset[r] + (block.first + k) * mask.col_stride;
+      visible = !hides(mask.data[at]);
+    }
+    seen[k] = visible;
+    any_hidden |= !visible;
+  }
+  return any_hidden;
+}
+
+// Calls use(Mask<T>) for the type of the mask.
+template <typename Use>
+MHA_INLINE auto with_mask_type(const ScoreRuleParams& rule, const Use& use) {
+  const int64_t col = rule.mask_strides.col;
+  switch (rule.mask_dtype) {
+    case DType::kBool: return use(Mask<uint8_t>{static_cast<const uint8_t*>(rule.attn_mask), col});
+    case DType::kFloat16: return use(Mask<Float16>{static_cast<const Float16*>(rule.attn_mask), col});
+    case DType::kBFloat16: return use(Mask<BFloat16>{static_cast<const BFloat16*>(rule.attn_mask), col});
+    default: return use(Mask<float>{static_cast<const float*>(rule.attn_mask), col});
+  }
+}
+
+void subtract_alibi(const TileState& state, const ScoreBlockState& block) {
+  const Rows& rows = state.rows;
+  float* scores = state.memory.scores;
+  if (state.few) {
+    for (int r = 0; r < state.count; ++r) {
+      float* at = scores + r * kTileKeys;
+      for (int k = 0; k < block.keys; ++k) {
+        const int ahead = block.first + k - rows.position[r];
+        at[k] -= rows.slope[r] * static_cast<float>(ahead < 0 ? -ahead : ahead);
+      }
+    }
+    return;
+  }
+  for (int v = 0; v < state.vectors; ++v) {
+    const IntVec position = load(rows.position + v * kLanes);
+    const Vec slope = load(rows.slope + v * kLanes);
+    for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
+      const IntVec ahead = broadcast(block.first + k) - position;
+      const IntVec distance = ahead < IntVec{} ? -ahead : ahead;
+      float* at = scores + k * kScoreStride + v * kLanes;
+      store(at, fma(-slope, __builtin_convertvector(distance, Vec), load(at)));
+    }
+  }
+}
+
+// Keys beyond a row's bounds.
+void hide_out_of_bounds(const TileState& state, const ScoreBlockState& block) {
+  const Rows& rows = state.rows;
+  float* scores = state.memory.scores;
+  if (state.few) {
+    for (int r = 0; r < state.count; ++r) {
+      float* at = scores + r * kTileKeys;
+      const int begin = rows.begin[r] - block.first, end = rows.end[r] - block.first;
+      for (int k = 0; k < block.keys && k < begin; ++k) at[k] = -kInfinity<float>;
+      for (int k = end > 0 ? end : 0; k < block.keys; ++k) at[k] = -kInfinity<float>;
+    }
+    return;
+  }
+  const Vec hidden = broadcast(-kInfinity<float>);
+  for (int v = 0; v < state.vectors; ++v) {
+    const IntVec begin = load(rows.begin + v * kLanes), end = load(rows.end + v * kLanes);
+    KeyRange full = {0, std::numeric_limits<int>::max()};
+    for (int r = v * kLanes; r < (v + 1) * kLanes && r < state.count; ++r) {
+      full = full.within(rows.begin[r], rows.end[r]);
+    }
+    for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
+      const int j = block.first + k;
+      if (j >= full.begin && j < full.end) {
+        k = full.end - block.first - 1;  // the next that some row does not see
+        continue;
+      }
+      float* at = scores + k * kScoreStride + v * kLanes;
+      const IntVec key = broadcast(j);
+      store(at, ((key >= begin) & (key < end)) ? load(at) : hidden);
+    }
+  }
+}
+
+void apply_rule(const TileState& state, const ScoreBlockState& block) {
+  const ScoreRuleParams& rule = state.params.rule;
+  if (rule.softcap != 0) cap_scores(state, block);
+  if (rule.attn_mask) {
+    with_mask_type(rule, [&](auto mask) { mask_scores(state, block, mask); });
+  }
+  if (rule.alibi_slopes) subtract_alibi(state, block);
+  if (block.first < state.full.begin || block.first + block.keys > state.full.end) hide_out_of_bounds(state, block);
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu::MHA_CPU_TARGET

@@ -1,0 +1,82 @@
+// Vectors of the target: kLanes floats, and the few operations that the kernels build on. Arithmetic and comparisons
+// are the compiler's own on vector types; an intrinsic stands where the plain form would be slower.
+#pragma once
+
+namespace mha_ext::cpu::MHA_CPU_TARGET {
+namespace {
+
+#define MHA_INLINE inline __attribute__((always_inline))
+
+constexpr int kLanes = MHA_CPU_VECTOR_BYTES / 4;
+typedef float Vec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));
+typedef int32_t IntVec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));  // of a comparison: -1 is true
+typedef uint32_t BitVec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));
+
+MHA_INLINE Vec load(const float* from) {
+  Vec x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+MHA_INLINE IntVec load(const int32_t* from) {
+  IntVec x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+MHA_INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
+
+MHA_INLINE Vec broadcast(float x) { return x - Vec{}; }
+MHA_INLINE IntVec broadcast(int32_t x) { return x - IntVec{}; }
+
+MHA_INLINE BitVec bits_of(Vec x) { return reinterpret_cast<BitVec>(x); }
+MHA_INLINE Vec from_bits(BitVec x) { return reinterpret_cast<Vec>(x); }
+
+#if MHA_CPU_VECTOR_BYTES == 64
+MHA_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+MHA_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+#elif MHA_CPU_VECTOR_BYTES == 32
+MHA_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+MHA_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+#else
+MHA_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+MHA_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where either is NaN
+#endif
+
+// Per lane: NaN where either is.
+MHA_INLINE Vec max_with_nan(Vec a, Vec b) { return a == a ? max(a, b) : a; }
+
+MHA_INLINE float sum_lanes(Vec x) {
+  float lane[kLanes], sum = 0;
+  store(lane, x);
+  for (int i = 0; i < kLanes; ++i) sum += lane[i];
+  return sum;
+}
+
+MHA_INLINE float max_lanes(Vec x) {
+  float lane[kLanes], largest = x[0];
+  store(lane, x);
+  for (int i = 1; i < kLanes; ++i) largest = max_or_nan(largest, lane[i]);
+  return largest;
+}
+
+// to[i] = the sum of the lanes of x[i], for four vectors.
+MHA_INLINE void sum_lanes_of_four(const Vec* x, float* to) {
+#if MHA_CPU_VECTOR_BYTES >= 32
+  __m256 half[4];
+  for (int i = 0; i < 4; ++i) {
+#if MHA_CPU_VECTOR_BYTES == 64
+    half[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm512_extractf32x8_ps(x[i], 1));
+#else
+    half[i] = x[i];
+#endif
+  }
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  for (int i = 0; i < 4; ++i) to[i] = sum_lanes(x[i]);
+#endif
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu::MHA_CPU_TARGET

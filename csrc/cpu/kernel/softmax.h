@@ -1,0 +1,118 @@
+// The running softmax of a tile: a block of scores becomes weights relative to the largest score so far, and what came
+// before is rescaled.
+#pragma once
+
+#include "cpu/kernel/functions.h"
+#include "cpu/kernel/scores.h"
+#include "cpu/kernel/tile.h"
+
+namespace mha_ext::cpu::MHA_CPU_TARGET {
+namespace {
+
+MHA_INLINE Vec shift_of(Vec max) { return max == broadcast(-kInfinity<float>) ? Vec{} : max; }
+
+// exp(score - shift) and, for the entropy, that times (score - shift).
+template <bool kStats>
+MHA_INLINE void weigh(float* at, Vec shift, Vec& sum, Vec& weighted) {
+  const Vec x = load(at) - shift, weight = exp_of_negative(x);
+  store(at, weight);
+  sum += weight;
+  if (kStats) weighted += weight == Vec{} ? Vec{} : weight * x;
+}
+
+template <bool kStats>
+void weigh_block(const TileState& state, const ScoreBlockState& block) {
+  Rows& rows = state.rows;
+  for (int v = 0; v < state.vectors; ++v) {
+    float* column = state.memory.scores + v * kLanes;
+    const KeyRange keys = block.of_vector[v];
+    // Some row of a group that spans two vectors may see these.
+    for (int k = 0; k < (keys.empty() ? block.keys : keys.begin); ++k) store(column + k * kScoreStride, Vec{});
+    for (int k = keys.empty() ? block.keys : keys.end; k < block.keys; ++k) store(column + k * kScoreStride, Vec{});
+    const int at = v * kLanes;
+    if (keys.empty()) {
+      store(rows.rescale + at, broadcast(1.f));
+      continue;
+    }
+    const Vec old_max = load(rows.max + at);
+    Vec largest[2] = {old_max, old_max};
+    int k = keys.begin;
+    for (; k + 2 <= keys.end; k += 2) {
+      largest[0] = max(largest[0], load(column + k * kScoreStride));
+      largest[1] = max(largest[1], load(column + (k + 1) * kScoreStride));
+    }
+    if (k < keys.end) largest[0] = max(largest[0], load(column + k * kScoreStride));
+    const Vec new_max = max(largest[0], largest[1]), shift = shift_of(new_max);
+    const Vec rescale = exp_of_negative(old_max - shift), old_sum = load(rows.sum + at);
+    Vec sum = {}, weighted = {};
+    for (k = keys.begin; k < keys.end; ++k) weigh<kStats>(column + k * kScoreStride, shift, sum, weighted);
+    if (kStats) {
+      const Vec moved = load(rows.weighted + at) + old_sum * (shift_of(old_max) - shift);
+      store(rows.weighted + at, rescale * moved + weighted);
+    }
+    store(rows.max + at, new_max);
+    store(rows.sum + at, rescale * old_sum + sum);
+    store(rows.rescale + at, rescale);
+  }
+}
+
+// Few rows: keys in lanes.
+template <bool kStats>
+void weigh_few_rows(const TileState& state, const ScoreBlockState& block) {
+  Rows& rows = state.rows;
+  const int padded = (block.keys + kLanes - 1) / kLanes * kLanes;
+  for (int r = 0; r < state.count; ++r) {
+    float* scores = state.memory.scores + r * kTileKeys;
+    for (int k = block.keys; k < padded; ++k) scores[k] = -kInfinity<float>;
+    Vec largest = broadcast(rows.max[r]);
+    for (int k = 0; k < padded; k += kLanes) largest = max_with_nan(largest, load(scores + k));
+    const float old_max = rows.max[r], new_max = max_lanes(largest);
+    const float shift = new_max == -kInfinity<float> ? 0 : new_max;
+    const float old_shift = old_max == -kInfinity<float> ? 0 : old_max;
+    const float rescale = exp_of_negative(broadcast(old_max - shift))[0];
+    Vec sum = {}, weighted = {};
+    for (int k = 0; k < padded; k += kLanes) weigh<kStats>(scores + k, broadcast(shift), sum, weighted);
+    if (kStats) {
+      rows.weighted[r] = rescale * (rows.weighted[r] + rows.sum[r] * (old_shift - shift)) + sum_lanes(weighted);
+    }
+    rows.max[r] = new_max;
+    rows.sum[r] = rescale * rows.sum[r] + sum_lanes(sum);
+    rows.rescale[r] = rescale;
+  }
+}
+
+void update_softmax(const TileState& state, const ScoreBlockState& block) {
+  const bool stats = state.params.entropy != nullptr;
+  if (state.few) {
+    stats ? weigh_few_rows<true>(state, block) : weigh_few_rows<false>(state, block);
+  } else {
+    stats ? weigh_block<true>(state, block) : weigh_block<false>(state, block);
+  }
+}
+
+// The draw of attention/dropout.h: one call serves keys j and j + 8 of a row.
+void drop_weights(const TileState& state, const ScoreBlockState& block) {
+  const DropoutParams& dropout = state.params.dropout;
+  const DropoutSeed seed = dropout_seed(dropout.rng_state);
+  const float keep_scale = static_cast<float>(dropout.keep_scale);
+  const int64_t row_stride = state.row_stride(), key_stride = state.key_stride();
+  const int end = block.first + block.keys;
+  for (int r = 0; r < state.count; ++r) {
+    const int i = state.rows.query[r];
+    const auto batch_head = static_cast<uint32_t>(state.tile.batch * state.params.num_heads_q + state.rows.head[r]);
+    float* weights = state.memory.scores + r * row_stride;
+    for (int tile = block.first & ~15; tile < end; tile += 16) {
+      for (int j = tile; j < tile + 8; ++j) {
+        const RandomWords words = random_words(seed, batch_head, i, j);
+        for (int each = j; each <= j + 8; each += 8) {
+          if (each < block.first || each >= end) continue;
+          float& weight = weights[(each - block.first) * key_stride];
+          weight = keeps(dropout, words.word[random_word(i, each)]) ? weight * keep_scale : 0;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mha_ext::cpu::MHA_CPU_TARGET
