@@ -430,16 +430,16 @@ def test_the_operator_keeps_its_promises() -> None:
     query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     heads_inside = query.transpose(1, 2).contiguous().transpose(1, 2)
     for x, mask, stats in ((query, torch.randn(1, 1, 5, 7), True), (heads_inside, None, False)):
-        arguments = (x, key, key, mask, *(None,) * 7, 0, -1, 0, 0.0, 0.0, 0.5, stats)
-        torch.library.opcheck(torch.ops.mha_ext.attention_cpu, arguments)
+        arguments = (x, key, key, mask, *(None,) * 7, 0, -1, 0, 0.0, 0.0, 0.5, False, stats, stats)
+        torch.library.opcheck(torch.ops.mha_ext.attention_forward_cpu, arguments)
 
 
 def test_the_operator_checks_its_arguments() -> None:
     query = torch.randn(1, 2, 3, 8)
 
     def call(key: Tensor = query, mask: Tensor | None = None, lengths: Tensor | None = None) -> None:
-        torch.ops.mha_ext.attention_cpu(
-            query, key, key, mask, lengths, *(None,) * 6, 0, -1, -1, 0.0, 0.0, 1.0, False
+        torch.ops.mha_ext.attention_forward_cpu(
+            query, key, key, mask, lengths, *(None,) * 6, 0, -1, -1, 0.0, 0.0, 1.0, False, False, False
         )  # fmt: skip
 
     with pytest.raises(ValueError, match="key: expected shape"):
