@@ -1,4 +1,4 @@
-"""Attention by the fused kernels, those of the GPU or those of the CPU: no matrix of Lq x Lk is ever in memory, forward or backward.
+"""Attention by the fused kernels of the GPU or the CPU: no matrix of Lq x Lk is ever in memory, forward or backward.
 
 Saved for backward are the inputs, the output and three numbers a row. Where the backward itself is differentiated
 (`create_graph=True`), `reference` takes over.

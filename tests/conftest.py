@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from cases import BackendUnderTest, Count
 from hypothesis import HealthCheck, settings
 
 import mha_ext
+from mha_ext._extension import extension
+
+CPU_TARGETS: list[str] = extension.cpu_targets() if extension else []
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests.gpusim and benchmarks; mha_ext is the installed one
 
@@ -66,6 +70,31 @@ def fused(_kernel_device: str) -> Iterator[str]:
         yield _kernel_device
 
 
+@pytest.fixture(params=CPU_TARGETS)
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The CPU's kernels in force, for each instruction set that this machine runs."""
+    with _on_cpu(request.param):
+        yield request.param
+
+
+@contextmanager
+def _on_cpu(target: str) -> Iterator[None]:
+    extension.use_cpu_target(target)
+    with mha_ext.backends.use_backend("cpu"):
+        yield
+    extension.use_cpu_target("")
+
+
+@pytest.fixture(params=[pytest.param("gpu", marks=pytest.mark.sim), *CPU_TARGETS])
+def fused_anywhere(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As `fused`, and then the same of the CPU's kernels, for each instruction set that this machine runs."""
+    if request.param == "gpu":
+        yield request.getfixturevalue("fused")
+        return
+    with _on_cpu(request.param):
+        yield "cpu"
+
+
 @pytest.fixture
 def simulator(_kernel_device: str) -> Any:
     """The simulated GPU where the kernels run on it, None on a real one."""
@@ -92,7 +121,9 @@ def count(simulator: Any) -> Count:
 
 def _in_force(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
     name = request.param
-    if name == "reference":
+    if name == "cpu" and extension is None:
+        pytest.skip("no extension, and so no kernels for the CPU")
+    if name in ("cpu", "reference"):
         with mha_ext.backends.use_backend(name):
             yield BackendUnderTest(name, "cpu")
     else:
@@ -108,13 +139,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
     yield from _in_force(request)
 
 
-@pytest.fixture(params=["reference", "unfused", "fused"])
+@pytest.fixture(params=["reference", "cpu", "unfused", "fused"])
 def any_backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
     """Every backend, for calls that each of them takes."""
     yield from _in_force(request)
 
 
-@pytest.fixture(params=["reference", "fused"])
+@pytest.fixture(params=["reference", "cpu", "fused"])
 def packing_backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest]:
     """Every backend that takes packed sequences."""
     yield from _in_force(request)

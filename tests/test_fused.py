@@ -44,8 +44,8 @@ def identical(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 @every_dtype
-def test_values_and_gradients_follow_the_definition(fused: str, case: Case, dtype: torch.dtype) -> None:
-    inputs = make_inputs(case, dtype, fused)
+def test_values_and_gradients_follow_the_definition(fused_anywhere: str, case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype, fused_anywhere)
     wanted = leaves(inputs)
     result = mha_ext.attention(**inputs, return_lse=True, return_stats=True)
     expected = oracle.attention(**inputs)
@@ -76,9 +76,9 @@ def test_values_and_gradients_follow_the_definition(fused: str, case: Case, dtyp
 
 @pytest.mark.parametrize("case", [*RULE_CASES, *COMBINED_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_row_that_sees_nothing_is_exactly_zero(fused: str, case: Case, dtype: torch.dtype) -> None:
-    inputs = make_inputs(case, dtype, fused)
-    inputs["attn_mask"] = torch.ones(case.shape.scores, dtype=torch.bool, device=fused)
+def test_a_row_that_sees_nothing_is_exactly_zero(fused_anywhere: str, case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype, fused_anywhere)
+    inputs["attn_mask"] = torch.ones(case.shape.scores, dtype=torch.bool, device=fused_anywhere)
     inputs["attn_mask"][0, 0, -1] = False
     wanted = leaves(inputs)
     result = mha_ext.attention(**inputs, return_lse=True, return_stats=True)
@@ -93,13 +93,13 @@ def test_a_row_that_sees_nothing_is_exactly_zero(fused: str, case: Case, dtype: 
 
 @pytest.mark.parametrize("mask_dtype", ["same", torch.float32], ids=str)
 @every_dtype
-def test_a_row_of_the_dtypes_minimum_is_uniform(fused: str, dtype: torch.dtype, mask_dtype: Any) -> None:
+def test_a_row_of_the_dtypes_minimum_is_uniform(fused_anywhere: str, dtype: torch.dtype, mask_dtype: Any) -> None:
     """Forward and backward, where the logsumexp alone would have lost log n."""
     mask_dtype = dtype if mask_dtype == "same" else mask_dtype
     shape = SHAPES["gqa"]
-    inputs = make_inputs(Case("", shape), dtype, fused)
+    inputs = make_inputs(Case("", shape), dtype, fused_anywhere)
     inputs["query"].zero_()
-    mask = torch.zeros(shape.scores[2:], dtype=mask_dtype, device=fused)
+    mask = torch.zeros(shape.scores[2:], dtype=mask_dtype, device=fused_anywhere)
     mask[0] = torch.finfo(mask_dtype).min
     results = []
     for attn_mask in (None, mask):
@@ -113,14 +113,14 @@ def test_a_row_of_the_dtypes_minimum_is_uniform(fused: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("number", [math.nan, math.inf, "max"])
 @every_dtype
 @pytest.mark.parametrize("rule", ["lengths", "key_padding", "padding_bias", "padding_by_head", "causal"])
-def test_hidden_keys_change_nothing(fused: str, rule: str, dtype: torch.dtype, number: Any) -> None:
+def test_hidden_keys_change_nothing(fused_anywhere: str, rule: str, dtype: torch.dtype, number: Any) -> None:
     """Bit for bit, forward and backward, whatever number stands there."""
     shape = Shape(2, 6, 2, 9, 75, 16, 24)
     rules = (rule,) if rule in ("lengths", "key_padding", "causal") else ()
-    inputs = make_inputs(Case("", shape, rules), dtype, fused)
-    hidden = torch.zeros((shape.batch, shape.heads_kv, shape.seqlen_kv), dtype=torch.bool, device=fused)
+    inputs = make_inputs(Case("", shape, rules), dtype, fused_anywhere)
+    hidden = torch.zeros((shape.batch, shape.heads_kv, shape.seqlen_kv), dtype=torch.bool, device=fused_anywhere)
     if rule == "lengths":
-        hidden |= torch.arange(shape.seqlen_kv, device=fused) >= inputs["key_lengths"][:, None, None]
+        hidden |= torch.arange(shape.seqlen_kv, device=fused_anywhere) >= inputs["key_lengths"][:, None, None]
     elif rule == "key_padding":
         hidden |= ~inputs["attn_mask"][:, 0, 0, None]
     elif rule == "padding_bias":
@@ -145,7 +145,9 @@ def test_hidden_keys_change_nothing(fused: str, rule: str, dtype: torch.dtype, n
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @every_dtype
-def test_a_number_that_is_not_finite_reaches_who_sees_it(fused: str, dtype: torch.dtype, number: float) -> None:
+def test_a_number_that_is_not_finite_reaches_who_sees_it(
+    fused_anywhere: str, dtype: torch.dtype, number: float
+) -> None:
     """Its row, where it is a query's; of a key or value every row that sees it, and none of another tile.
 
     (Within a tile, a value that is not finite reaches rows that do not see it: 0 * NaN is NaN. Of masks that differ by
@@ -153,21 +155,21 @@ def test_a_number_that_is_not_finite_reaches_who_sees_it(fused: str, dtype: torc
     """
     shape = Shape(1, 1, 1, 200, 200, 16, 16)
     for where in ("query", "key", "value"):
-        inputs = make_inputs(Case("", shape), dtype, fused)
+        inputs = make_inputs(Case("", shape), dtype, fused_anywhere)
         inputs[where][0, 0, 150] = number
         output = mha_ext.attention(**inputs, is_causal=True)[0, 0]
-        rows = torch.arange(shape.seqlen_q, device=fused)
+        rows = torch.arange(shape.seqlen_q, device=fused_anywhere)
         touched = rows == 150 if where == "query" else rows >= 150
         assert output[rows != 150 if where == "query" else rows < 128].isfinite().all()
         if where != "key" or math.isnan(number):  # a key of infinities has scores of both signs
             assert not output[touched].isfinite().any()
 
 
-def test_dropout_draws_what_the_reference_draws(fused: str) -> None:
+def test_dropout_draws_what_the_reference_draws(fused_anywhere: str) -> None:
     """With one value row a key, the output shows each weight."""
     shape = Shape(2, 2, 1, 40, 72, 16, 72)
-    inputs = make_inputs(Case("", shape), torch.float32, fused)
-    inputs["value"] = torch.eye(72, device=fused).expand(2, 1, 72, 72).contiguous()
+    inputs = make_inputs(Case("", shape), torch.float32, fused_anywhere)
+    inputs["value"] = torch.eye(72, device=fused_anywhere).expand(2, 1, 72, 72).contiguous()
     torch.manual_seed(7)
     ours = mha_ext.attention(**inputs, dropout_p=0.4)
     torch.manual_seed(7)
@@ -180,11 +182,11 @@ def test_dropout_draws_what_the_reference_draws(fused: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.3, 1.0])
 @every_dtype
 def test_dropout_with_everything_else(
-    fused: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dropout_p: float, case: Case
+    fused_anywhere: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dropout_p: float, case: Case
 ) -> None:
-    inputs = make_inputs(case, dtype, fused)
+    inputs = make_inputs(case, dtype, fused_anywhere)
     wanted = leaves(inputs)
-    rng_state = torch.tensor([123456789012345, 987654321], device=fused)
+    rng_state = torch.tensor([123456789012345, 987654321], device=fused_anywhere)
     monkeypatch.setattr(mha_ext.reference, "draw_rng_state", lambda device: rng_state)
     output = mha_ext.attention(**inputs, dropout_p=dropout_p)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
@@ -203,10 +205,10 @@ def test_dropout_with_everything_else(
 
 
 @every_dtype
-def test_strides_change_no_bit(fused: str, dtype: torch.dtype) -> None:
+def test_strides_change_no_bit(fused_anywhere: str, dtype: torch.dtype) -> None:
     """Rows outside of heads, gaps, odd offsets and expanded axes, against contiguous tensors."""
     shape = Shape(2, 4, 2, 33, 40, 24, 24)
-    inputs = make_inputs(Case("", shape, ("causal_end",)), dtype, fused)
+    inputs = make_inputs(Case("", shape, ("causal_end",)), dtype, fused_anywhere)
     expected_wanted = leaves({name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor)})
     expected = mha_ext.attention(**{**inputs, **expected_wanted})
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3)).to(expected)
@@ -234,9 +236,9 @@ def test_strides_change_no_bit(fused: str, dtype: torch.dtype) -> None:
         assert all(identical(a, b) for a, b in zip(grads, expected_grads, strict=True))
 
 
-def test_the_output_lies_in_memory_as_query_does(fused: str) -> None:
+def test_the_output_lies_in_memory_as_query_does(fused_anywhere: str) -> None:
     """So that the next projection reads it in place."""
-    x = torch.randn(2, 5, 3, 8, device=fused, dtype=torch.float16)
+    x = torch.randn(2, 5, 3, 8, device=fused_anywhere, dtype=torch.float16)
     assert mha_ext.attention(x, x, x).is_contiguous()
     assert mha_ext.attention(*[x.transpose(1, 2)] * 3).transpose(1, 2).is_contiguous()
 
@@ -248,12 +250,12 @@ def test_the_output_lies_in_memory_as_query_does(fused: str) -> None:
 @pytest.mark.parametrize("rule", ["plain", "causal_end", "bias", "bool_mask", "alibi", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_empty_axes(
-    fused: str, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, rule: str, dtype: torch.dtype
+    fused_anywhere: str, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, rule: str, dtype: torch.dtype
 ) -> None:
     shape = Shape(batch, heads, heads, seqlen_q, seqlen_kv, 8, 16)
     if rule == "bool_mask" and seqlen_q == 0:
         return
-    inputs = make_inputs(Case("", shape, () if rule == "plain" else (rule,)), dtype, fused)
+    inputs = make_inputs(Case("", shape, () if rule == "plain" else (rule,)), dtype, fused_anywhere)
     wanted = leaves(inputs)
     result = mha_ext.attention(**inputs, return_lse=True, return_stats=True)
     assert result.output.shape == (batch, heads, seqlen_q, 16)
@@ -273,10 +275,10 @@ def test_empty_axes(
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["bool", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_mask_broadcasts(fused: str, mask_shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+def test_a_mask_broadcasts(fused_anywhere: str, mask_shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
     """Values and gradients equal those of the mask written out; its own gradient is summed to its shape."""
-    inputs = make_inputs(Case("", SHAPES["gqa"]), dtype, fused)
-    mask = torch.randn(mask_shape, device=fused).to(dtype)
+    inputs = make_inputs(Case("", SHAPES["gqa"]), dtype, fused_anywhere)
+    mask = torch.randn(mask_shape, device=fused_anywhere).to(dtype)
     mask = mask > -0.5 if kind == "bool" else mask
     results = []
     for attn_mask in (mask, mask.expand(SHAPES["gqa"].scores).contiguous()):
@@ -297,8 +299,8 @@ def test_a_mask_broadcasts(fused: str, mask_shape: tuple[int, ...], kind: str, d
 # --- what surrounds the kernels -------------------------------------------------------------------------
 
 
-def test_every_run_gives_the_same_bits(fused: str) -> None:
-    inputs = make_inputs(Case("", Shape(1, 4, 2, 150, 200, 32, 32), ("causal_end",)), torch.float16, fused)
+def test_every_run_gives_the_same_bits(fused_anywhere: str) -> None:
+    inputs = make_inputs(Case("", Shape(1, 4, 2, 150, 200, 32, 32), ("causal_end",)), torch.float16, fused_anywhere)
     wanted = leaves(inputs)
     runs = []
     for _ in range(3):
@@ -307,11 +309,11 @@ def test_every_run_gives_the_same_bits(fused: str) -> None:
     assert all(identical(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-def test_the_backward_can_be_differentiated(fused: str) -> None:
+def test_the_backward_can_be_differentiated(fused_anywhere: str) -> None:
     """By plain PyTorch, which takes over."""
-    inputs = make_inputs(Case("", Shape(1, 2, 1, 5, 6, 8, 8), ("bias", "softcap")), torch.float32, fused)
+    inputs = make_inputs(Case("", Shape(1, 2, 1, 5, 6, 8, 8), ("bias", "softcap")), torch.float32, fused_anywhere)
     results = []
-    for backend in ("fused", "reference"):
+    for backend in (None, "reference"):
         wanted = leaves({name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()})
         output = mha_ext.attention(**{**inputs, **wanted}, backend=backend)
         first = torch.autograd.grad(output.square().sum(), list(wanted.values()), create_graph=True)
@@ -321,10 +323,10 @@ def test_the_backward_can_be_differentiated(fused: str) -> None:
 
 
 @pytest.mark.parametrize("which", range(6), ids=["query", "key", "value", "attn_mask", "alibi_slopes", "sinks"])
-def test_each_input_alone_may_ask_for_a_gradient(fused: str, which: int) -> None:
+def test_each_input_alone_may_ask_for_a_gradient(fused_anywhere: str, which: int) -> None:
     """And gets the one that it gets when all ask."""
     case = Case("", Shape(2, 2, 1, 9, 12, 8, 8), ("bias_by_head", "alibi", "sinks"))
-    inputs = make_inputs(case, torch.float32, fused)
+    inputs = make_inputs(case, torch.float32, fused_anywhere)
     every = leaves({name: x.clone() for name, x in inputs.items()})
     all_grads = torch.autograd.grad(mha_ext.attention(**every).square().sum(), list(every.values()))
     name = list(every)[which]
@@ -333,10 +335,10 @@ def test_each_input_alone_may_ask_for_a_gradient(fused: str, which: int) -> None
     assert identical(grad, all_grads[which])
 
 
-def test_lengths_of_one_item_do_not_reach_another(fused: str) -> None:
+def test_lengths_of_one_item_do_not_reach_another(fused_anywhere: str) -> None:
     """Each item of a batch gets the bits that it gets alone."""
     shape = Shape(3, 2, 2, 20, 90, 16, 16)
-    inputs = make_inputs(Case("", shape, ("lengths", "causal_end")), torch.float16, fused)
+    inputs = make_inputs(Case("", shape, ("lengths", "causal_end")), torch.float16, fused_anywhere)
     together = mha_ext.attention(**inputs)
     for b in range(3):
         alone = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in inputs.items()}

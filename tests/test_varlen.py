@@ -152,11 +152,11 @@ def test_offsets_that_lie_are_refused_on_the_cpu(bad: list[int]) -> None:
 @pytest.mark.parametrize(
     "bad", [[0, 30, 200], [5, 30, 75], [0, 60, 30, 75], [0, -1, 75], [0, 2**31 - 1, 75], [-(2**31), 2**31 - 1]]
 )
-def test_a_kernel_reads_and_writes_within_the_tensors_whatever_the_offsets(fused: str, bad: list[int]) -> None:
+def test_a_kernel_reads_and_writes_within_the_tensors_whatever_the_offsets(fused_anywhere: str, bad: list[int]) -> None:
     """Past the check, as on a GPU: the simulated one would report an access outside."""
-    x = torch.randn(1, 2, 75, 8, device=fused, dtype=torch.float16)
-    cu_seqlens = torch.tensor(bad, dtype=torch.int32, device=fused)
-    good = running_sum((75,) + (0,) * (len(bad) - 2), fused)
+    x = torch.randn(1, 2, 75, 8, device=fused_anywhere, dtype=torch.float16)
+    cu_seqlens = torch.tensor(bad, dtype=torch.int32, device=fused_anywhere)
+    good = running_sum((75,) + (0,) * (len(bad) - 2), fused_anywhere)
     rule = (None,) * 6
     for of_q, of_k in ((cu_seqlens, good), (good, cu_seqlens), (cu_seqlens, cu_seqlens)):
         settings = (of_q, of_k, 0, -1, 0, 0.0, 0.0, 0.3, False)
@@ -243,11 +243,13 @@ def test_nested_sequences_of_other_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize("offsets", [(0, 30, 60), (10, 30, 75), (0, 60, 30, 75)])
 @every_dtype
-def test_rows_that_no_sequence_owns_are_zeros(fused: str, offsets: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_that_no_sequence_owns_are_zeros(
+    fused_anywhere: str, offsets: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """Past the check of offsets, as on a GPU, in memory full of NaN."""
-    x = torch.randn(1, 2, 75, 8, device=fused).to(dtype)
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=fused)
-    sinks = torch.zeros(2, device=fused)
+    x = torch.randn(1, 2, 75, 8, device=fused_anywhere).to(dtype)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=fused_anywhere)
+    sinks = torch.zeros(2, device=fused_anywhere)
     rule = (None, None, None, None, sinks, None, cu_seqlens, cu_seqlens, 0, -1, 0, 0.0, 0.0, 0.3, False)
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
@@ -257,7 +259,7 @@ def test_rows_that_no_sequence_owns_are_zeros(fused: str, offsets: tuple[int, ..
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    owned = torch.zeros(75, dtype=torch.bool, device=fused)
+    owned = torch.zeros(75, dtype=torch.bool, device=fused_anywhere)
     if list(offsets) == sorted(offsets):
         owned[offsets[0] : offsets[-1]] = True
         assert all(x[:, :, ~owned].eq(0).all() for x in (output, entropy, *grads[:3]))
