@@ -3,6 +3,7 @@
 
 #include "cpu/kernel/products.h"
 //
+#include "cpu/kernel/few_rows.h"
 #include "cpu/kernel/finish.h"
 #include "cpu/kernel/scores.h"
 #include "cpu/kernel/softmax.h"
@@ -34,38 +35,26 @@ RowsInMemory<float> widen_rows(RowsInMemory<T> from, int count, int width, int p
   return {to, padded};
 }
 
-template <typename T>
-void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemory<T> key) {
-  const int head_dim = state.params.head_dim;
+void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemory<float> key) {
   Scratch& memory = state.memory;
-  if (state.few) {
-    for (int r = 0; r < state.count; r += kDotRows) {
-      const DotBlock<T> dots = {key.data, key.stride, memory.queries + r * head_dim, head_dim,
-                                head_dim, block.keys, memory.scores + r * kTileKeys, kTileKeys};
-      with_size<kDotRows>(state.count - r < kDotRows ? state.count - r : kDotRows, dots);
-    }
-    return;
-  }
-  if constexpr (kIsFloat<T>) {
-    for (int v0 = 0; v0 < state.vectors; v0 += kVectors) {
-      const int v1 = v0 + kVectors < state.vectors ? v0 + kVectors : state.vectors;
-      KeyRange keys = kNoKeys;
-      for (int v = v0; v < v1; ++v) widen(keys, block.of_vector[v].begin, block.of_vector[v].end);
-      for (int k = keys.begin; k < keys.end; k += kBlock) {
-        const int size = keys.end - k < kBlock ? keys.end - k : kBlock;
-        int first = v0, last = v1;  // vectors with a row that sees one of these keys
-        const auto sees = [&](int v) { return block.of_vector[v].begin < k + size && block.of_vector[v].end > k; };
-        while (first < last && !sees(first)) ++first;
-        while (first < last && !sees(last - 1)) --last;
-        if (first == last) continue;
-        const ScoreBlock scores = {key.data + k * key.stride,
-                                   key.stride,
-                                   memory.queries + first * kLanes,
-                                   head_dim,
-                                   memory.scores + k * kScoreStride + first * kLanes,
-                                   size};
-        with_size<kVectors>(last - first, scores);
-      }
+  for (int v0 = 0; v0 < state.vectors; v0 += kVectors) {
+    const int v1 = v0 + kVectors < state.vectors ? v0 + kVectors : state.vectors;
+    KeyRange keys = kNoKeys;
+    for (int v = v0; v < v1; ++v) widen(keys, block.of_vector[v].begin, block.of_vector[v].end);
+    for (int k = keys.begin; k < keys.end; k += kBlock) {
+      const int size = keys.end - k < kBlock ? keys.end - k : kBlock;
+      int first = v0, last = v1;  // vectors with a row that sees one of these keys
+      const auto sees = [&](int v) { return block.of_vector[v].begin < k + size && block.of_vector[v].end > k; };
+      while (first < last && !sees(first)) ++first;
+      while (first < last && !sees(last - 1)) --last;
+      if (first == last) continue;
+      const ScoreBlock scores = {key.data + k * key.stride,
+                                 key.stride,
+                                 memory.queries + first * kLanes,
+                                 state.params.head_dim,
+                                 memory.scores + k * kScoreStride + first * kLanes,
+                                 size};
+      with_size<kVectors>(last - first, scores);
     }
   }
 }
@@ -81,8 +70,7 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
                 const Destination& output) {
   Scratch& memory = state.memory;
   const int vectors = state.value_width / kLanes;
-  const int wide = state.count == 1 ? kVectorsOfOneRow : kVectors;
-  for (int v = 0; v < vectors; v += wide) {
+  for (int v = 0; v < vectors; v += kVectors) {
     for (int r = 0, group = 0; r < state.count; r += kBlock, ++group) {
       KeyRange keys = of_group[group].within(block.first, block.first + block.keys);
       if (keys.empty()) {
@@ -91,9 +79,7 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
       }
       const int k = keys.begin - block.first;
       float* own = memory.out + r * state.value_width + v * kLanes;
-      const OutputBlock<T> product = {memory.scores + r * state.row_stride() + k * state.key_stride(),
-                                      state.row_stride(),
-                                      state.key_stride(),
+      const OutputBlock<T> product = {memory.scores + r + k * kScoreStride,
                                       value.data + k * value.stride + v * kLanes,
                                       value.stride,
                                       keys.end - keys.begin,
@@ -104,7 +90,7 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
                                       output.rows ? output.rows + r * output.stride + v * kLanes : own,
                                       output.rows ? output.stride : state.value_width,
                                       state.count - r < kBlock ? state.count - r : kBlock};
-      with_size<kVectorsOfOneRow>(vectors - v < wide ? vectors - v : wide, product);
+      with_size<kVectors>(vectors - v < kVectors ? vectors - v : kVectors, product);
     }
   }
 }
@@ -124,20 +110,20 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
       row_of<T>(params.value, params.value_strides, tile.batch, tile.head_kv, tile.key_start + first),
       params.value_strides.row};
 
-  if (kIsFloat<T> || state.few) {
+  if constexpr (kIsFloat<T>) {
     score_rows(state, block, key);
   } else {
     score_rows(state, block, widen_rows(key, block.keys, params.head_dim, params.head_dim, nullptr, memory.key));
   }
   apply_rule(state, block);
   update_softmax(state, block);
-  if (params.dropout.rng_state) drop_weights(state, block);
+  if (params.dropout.rng_state) drop_weights(state, {memory.scores, 1, kScoreStride, first, block.keys});
   if (output.rows) finish_softmax(state);
 
-  const bool shared_mask = params.rule.attn_mask && (params.rule.mask_strides.row == 0 || tile.queries == 1);
-  const bool hidden =
-      shared_mask && with_mask_type(params.rule, [&](auto mask) { return find_hidden_keys(state, block, mask); });
-  if (!hidden && (kIsFloat<T> || state.few) && state.value_width == params.head_dim_v) {
+  const bool hidden = shares_mask(state) && with_mask_type(params.rule, [&](auto mask) {
+                        return find_hidden_keys(state, first, block.keys, mask, memory.seen);
+                      });
+  if (!hidden && kIsFloat<T> && state.value_width == params.head_dim_v) {
     add_values(state, block, of_group, value, output);
   } else {
     const uint8_t* seen = hidden ? memory.seen : nullptr;
@@ -149,8 +135,7 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
 
 TileState start_tile(const AttentionParams& params, const Tile& tile) {
   Scratch& memory = scratch();
-  TileState state = {params, tile, memory, memory.rows, tile.rows(), 0, false, 0, kNoKeys, kNoKeys, false};
-  state.few = state.count <= kFewRows;
+  TileState state = {params, tile, memory, memory.rows, tile.rows(), 0, 0, kNoKeys, kNoKeys, false};
   state.vectors = (state.count + kLanes - 1) / kLanes;
   state.value_width = (params.head_dim_v + kLanes - 1) / kLanes * kLanes;
   start_rows(state);
@@ -161,6 +146,10 @@ TileState start_tile(const AttentionParams& params, const Tile& tile) {
 template <typename T>
 bool attend_keys(TileState& state, KeyRange keys, bool is_split) {
   if (keys.empty()) return false;
+  if (state.count <= kFewRows) {
+    attend_few_rows<T>(state, keys);
+    return false;
+  }
   load_queries<T>(state);
   KeyRange of_vector[kRowVectors], of_group[kRowGroups];
   for (int v = 0; v < state.vectors; ++v) of_vector[v] = keys_of_rows(state.rows, v * kLanes, (v + 1) * kLanes);

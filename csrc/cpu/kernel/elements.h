@@ -54,31 +54,57 @@ MHA_INLINE void from_float(float x, Float16& to) {
   to.bits = static_cast<uint16_t>(bits | sign);
 }
 
-MHA_INLINE Vec load_as_float(const float* from) { return load(from); }
+// Lanes of 16 bits, one for each of a Vec.
+typedef uint16_t HalfBits __attribute__((vector_size(MHA_CPU_VECTOR_BYTES / 2)));
 
-MHA_INLINE Vec load_as_float(const BFloat16* from) {
+// kLanes elements, zeros in front of each.
+template <typename T>
+MHA_INLINE BitVec load_bits(const T* from) {
+  static_assert(sizeof(T) == 2);
+  HalfBits bits;
+  std::memcpy(&bits, from, sizeof(bits));
 #if MHA_CPU_VECTOR_BYTES == 64
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  return reinterpret_cast<BitVec>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bits)));
 #elif MHA_CPU_VECTOR_BYTES == 32
-  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  return reinterpret_cast<BitVec>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(bits)));
 #else
-  Vec x;
-  for (int i = 0; i < kLanes; ++i) x[i] = to_float(from[i]);
-  return x;
+  return __builtin_convertvector(bits, BitVec);
 #endif
 }
 
+MHA_INLINE Vec load_as_float(const float* from) { return load(from); }
+MHA_INLINE Vec load_as_float(const BFloat16* from) { return from_bits(load_bits(from) << 16); }
 MHA_INLINE Vec load_as_float(const Float16* from) {
 #if MHA_CPU_VECTOR_BYTES == 64
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif MHA_CPU_VECTOR_BYTES == 32
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
-  Vec x;
-  for (int i = 0; i < kLanes; ++i) x[i] = to_float(from[i]);
-  return x;
+  const BitVec bits = load_bits(from), exponent = bits & 0x7C00u;
+  const Vec scaled = from_bits((bits & 0x7FFFu) << 13) * broadcast(0x1p112f);
+  const BitVec special = (exponent == 0x7C00u) & 0x7F800000;
+  return from_bits(bits_of(scaled) | special | (bits & 0x8000u) << 16);
+#endif
+}
+
+// Rounded as from_float rounds.
+MHA_INLINE void store_rounded(float* to, Vec x) { store(to, x); }
+MHA_INLINE void store_rounded(BFloat16* to, Vec x) {
+  const BitVec bits = bits_of(x), rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  const HalfBits halves = __builtin_convertvector(x == x ? rounded : 0x7FC0u - BitVec{}, HalfBits);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+MHA_INLINE void store_rounded(Float16* to, Vec x) {
+#if MHA_CPU_VECTOR_BYTES == 64
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif MHA_CPU_VECTOR_BYTES == 32
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+#else
+  for (int i = 0; i < kLanes; ++i) from_float(x[i], to[i]);
 #endif
 }
 
@@ -95,18 +121,7 @@ void read_row(const T* from, int count, int padded, float* to) {
 template <typename T>
 void write_row(const float* from, float factor, int count, T* to) {
   int i = 0;
-#if MHA_CPU_VECTOR_BYTES >= 32
-  if constexpr (sizeof(T) == sizeof(float)) {
-    for (; i + kLanes <= count; i += kLanes)
-      store(reinterpret_cast<float*>(to) + i, load(from + i) * broadcast(factor));
-  }
-  if constexpr (std::is_same_v<T, Float16>) {
-    for (; i + 8 <= count; i += 8) {
-      const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(from + i), _mm256_set1_ps(factor));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-    }
-  }
-#endif
+  for (; i + kLanes <= count; i += kLanes) store_rounded(to + i, load(from + i) * broadcast(factor));
   for (; i < count; ++i) from_float(from[i] * factor, to[i]);
 }
 

@@ -1,8 +1,7 @@
 // The two products of a tile, blocked for registers. K and V are read as they lie, nothing is packed:
 //
 //   scores, queries in lanes   scores[key][row] = K[key][d] (broadcast) * queries[d][row]   summed over d
-//   scores, few queries        scores[row][key] = K[key][d] * query[row][d]                 d in lanes, lanes summed
-//   output                     out[row][d] = weight[row][key] (broadcast) * V[key][d]       summed over keys
+//   output, d in lanes         out[row][d] = weight[row][key] (broadcast) * V[key][d]       summed over keys
 #pragma once
 
 #include "cpu/kernel/elements.h"
@@ -14,12 +13,9 @@ namespace {
 // of 16; wider and flatter shapes lose up to a quarter.
 #if MHA_CPU_VECTOR_BYTES == 64 || defined(__aarch64__)
 constexpr int kBlock = 6, kVectors = 4;
-constexpr int kDotRows = 4;
 #else
 constexpr int kBlock = 6, kVectors = 2;
-constexpr int kDotRows = 2;  // 4 keys by 2 rows
 #endif
-constexpr int kDotKeys = 4;
 
 // From a run-time size 1 .. kMax to a constant.
 template <int kMax, typename Call>
@@ -74,59 +70,9 @@ struct ScoreBlock {
   }
 };
 
-template <int kKeys, int kRows, typename T>
-void dot_block(const T* key, int64_t key_stride, const float* query, int query_stride, int head_dim, float* scores,
-               int64_t score_stride) {
-  Vec sum[kRows][kKeys] = {};
-  int d = 0;
-  for (; d + kLanes <= head_dim; d += kLanes) {
-#pragma GCC unroll 8
-    for (int k = 0; k < kKeys; ++k) {
-      const Vec x = load_as_float(key + k * key_stride + d);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) sum[r][k] = fma(x, load(query + r * query_stride + d), sum[r][k]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    float* to = scores + r * score_stride;
-    if constexpr (kKeys == 4) {
-      sum_lanes_of_four(sum[r], to);
-    } else {
-      for (int k = 0; k < kKeys; ++k) to[k] = sum_lanes(sum[r][k]);
-    }
-    for (int k = 0; k < kKeys; ++k) {
-      for (int i = d; i < head_dim; ++i) to[k] += to_float(key[k * key_stride + i]) * query[r * query_stride + i];
-    }
-  }
-}
-
-template <typename T>
-struct DotBlock {
-  const T* key;
-  int64_t key_stride;
-  const float* query;  // (rows, query_stride)
-  int query_stride, head_dim, keys;
-  float* scores;  // (rows, score_stride)
-  int64_t score_stride;
-
-  template <int kRows>
-  void run() const {
-    int k = 0;
-    for (; k + kDotKeys <= keys; k += kDotKeys) block<kDotKeys, kRows>(k);
-    for (; k < keys; ++k) block<1, kRows>(k);
-  }
-
-  template <int kKeys, int kRows>
-  MHA_INLINE void block(int k) const {
-    dot_block<kKeys, kRows>(key + k * key_stride, key_stride, query, query_stride, head_dim, scores + k, score_stride);
-  }
-};
-
 template <typename T>
 struct OutputBlock {
-  const float* weights;  // of (row, key) at row * row_stride + key * key_stride
-  int64_t row_stride, key_stride;
+  const float* weights;  // (keys, kScoreStride)
   const T* value;
   int64_t value_stride;
   int keys;
@@ -156,11 +102,11 @@ struct OutputBlock {
       for (int v = 0; v < kVecs; ++v) x[v] = load_as_float(row + v * kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const Vec each = broadcast(weight[r * row_stride]);
+        const Vec each = broadcast(weight[r]);
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) sum[r][v] = fma(each, x[v], sum[r][v]);
       }
-      weight += key_stride;
+      weight += kScoreStride;
       row += value_stride;
     }
 #pragma GCC unroll 8
@@ -182,16 +128,9 @@ struct OutputBlock {
 
   template <int kVecs>
   void run() const {
-    if constexpr (kVecs > kVectors) {
-      block<1, kVecs>();
-    } else {
-      with_size<kBlock>(rows, WithRows<kVecs>{*this});
-    }
+    with_size<kBlock>(rows, WithRows<kVecs>{*this});
   }
 };
-
-// A single row takes more vectors at a time: enough sums that do not wait for each other.
-constexpr int kVectorsOfOneRow = 8;
 
 }  // namespace
 }  // namespace mha_ext::cpu::MHA_CPU_TARGET

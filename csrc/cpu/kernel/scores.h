@@ -1,4 +1,4 @@
-// From products to scores: attention/mask.h's rule, over a block of scores that lies in either order.
+// From products to scores: attention/mask.h's rule, over a block of scores with queries in lanes.
 #pragma once
 
 #include "cpu/kernel/functions.h"
@@ -28,15 +28,6 @@ void cap_scores(const TileState& state, const ScoreBlockState& block) {
   const float softcap = static_cast<float>(state.params.rule.softcap);
   const Vec cap = broadcast(softcap), inverse = broadcast(static_cast<float>(1 / state.params.rule.softcap));
   float* scores = state.memory.scores;
-  if (state.few) {
-    for (int r = 0; r < state.count; ++r) {
-      for (int k = 0; k < block.keys; k += kLanes) {
-        float* at = scores + r * kTileKeys + k;
-        store(at, cap * tanh(load(at) * inverse));
-      }
-    }
-    return;
-  }
   for (int v = 0; v < state.vectors; ++v) {
     for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
       float* at = scores + k * kScoreStride + v * kLanes;
@@ -84,22 +75,12 @@ MHA_INLINE void read_mask(const T* from, int64_t col_stride, int count, float* t
 template <typename T>
 void mask_scores(const TileState& state, const ScoreBlockState& block, Mask<T> mask) {
   float* scores = state.memory.scores;
-  if (!state.few && shares_mask_row(state)) {
+  if (shares_mask_row(state)) {
     const T* from = mask.data + state.rows.mask_offset[0] + block.first * mask.col_stride;
     for (int k = 0; k < block.keys; ++k) {
       const T each = from[k * mask.col_stride];
       float* at = scores + k * kScoreStride;
       for (int r = 0; r < state.vectors * kLanes; ++r) at[r] = with_mask(at[r], each);
-    }
-    return;
-  }
-  if (state.few) {
-    for (int r = 0; r < state.count; ++r) {
-      const T* from = mask.data + state.rows.mask_offset[r] + block.first * mask.col_stride;
-      for (int k = 0; k < block.keys; ++k) {
-        float& score = scores[r * kTileKeys + k];
-        score = with_mask(score, from[k * mask.col_stride]);
-      }
     }
     return;
   }
@@ -122,16 +103,21 @@ void mask_scores(const TileState& state, const ScoreBlockState& block, Mask<T> m
   }
 }
 
-// Which keys of the block some row sees, where no query has a mask of its own: what the others hold may be NaN, and
-// must not meet a weight of 0. False where all are seen.
+// Whether the queries of each head have one mask.
+MHA_INLINE bool shares_mask(const TileState& state) {
+  const ScoreRuleParams& rule = state.params.rule;
+  return rule.attn_mask && (rule.mask_strides.row == 0 || state.tile.queries == 1);
+}
+
+// Which of the keys from `first` on some row sees, where no query has a mask of its own: what the others hold may be
+// NaN, and must not meet a weight of 0. False where all are seen.
 template <typename T>
-bool find_hidden_keys(const TileState& state, const ScoreBlockState& block, Mask<T> mask) {
+bool find_hidden_keys(const TileState& state, int first, int keys, Mask<T> mask, uint8_t* seen) {
   bool any_hidden = false;
-  uint8_t* seen = state.memory.seen;
-  for (int k = 0; k < block.keys; ++k) {
+  for (int k = 0; k < keys; ++k) {
     bool visible = false;
     for (int r = 0; r < state.count && !visible; r += state.tile.queries) {
-      const int64_t at = state.rows.mask_offset[r] + (block.first + k) * mask.col_stride;
+      const int64_t at = state.rows.mask_offset[r] + (first + k) * mask.col_stride;
       visible = !hides(mask.data[at]);
     }
     seen[k] = visible;
@@ -155,16 +141,6 @@ MHA_INLINE auto with_mask_type(const ScoreRuleParams& rule, const Use& use) {
 void subtract_alibi(const TileState& state, const ScoreBlockState& block) {
   const Rows& rows = state.rows;
   float* scores = state.memory.scores;
-  if (state.few) {
-    for (int r = 0; r < state.count; ++r) {
-      float* at = scores + r * kTileKeys;
-      for (int k = 0; k < block.keys; ++k) {
-        const int ahead = block.first + k - rows.position[r];
-        at[k] -= rows.slope[r] * static_cast<float>(ahead < 0 ? -ahead : ahead);
-      }
-    }
-    return;
-  }
   for (int v = 0; v < state.vectors; ++v) {
     const IntVec position = load(rows.position + v * kLanes);
     const Vec slope = load(rows.slope + v * kLanes);
@@ -181,15 +157,6 @@ void subtract_alibi(const TileState& state, const ScoreBlockState& block) {
 void hide_out_of_bounds(const TileState& state, const ScoreBlockState& block) {
   const Rows& rows = state.rows;
   float* scores = state.memory.scores;
-  if (state.few) {
-    for (int r = 0; r < state.count; ++r) {
-      float* at = scores + r * kTileKeys;
-      const int begin = rows.begin[r] - block.first, end = rows.end[r] - block.first;
-      for (int k = 0; k < block.keys && k < begin; ++k) at[k] = -kInfinity<float>;
-      for (int k = end > 0 ? end : 0; k < block.keys; ++k) at[k] = -kInfinity<float>;
-    }
-    return;
-  }
   const Vec hidden = broadcast(-kInfinity<float>);
   for (int v = 0; v < state.vectors; ++v) {
     const IntVec begin = load(rows.begin + v * kLanes), end = load(rows.end + v * kLanes);

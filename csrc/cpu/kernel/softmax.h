@@ -56,57 +56,33 @@ void weigh_block(const TileState& state, const ScoreBlockState& block) {
   }
 }
 
-// Few rows: keys in lanes.
-template <bool kStats>
-void weigh_few_rows(const TileState& state, const ScoreBlockState& block) {
-  Rows& rows = state.rows;
-  const int padded = (block.keys + kLanes - 1) / kLanes * kLanes;
-  for (int r = 0; r < state.count; ++r) {
-    float* scores = state.memory.scores + r * kTileKeys;
-    for (int k = block.keys; k < padded; ++k) scores[k] = -kInfinity<float>;
-    Vec largest = broadcast(rows.max[r]);
-    for (int k = 0; k < padded; k += kLanes) largest = max_with_nan(largest, load(scores + k));
-    const float old_max = rows.max[r], new_max = max_lanes(largest);
-    const float shift = new_max == -kInfinity<float> ? 0 : new_max;
-    const float old_shift = old_max == -kInfinity<float> ? 0 : old_max;
-    const float rescale = exp_of_negative(broadcast(old_max - shift))[0];
-    Vec sum = {}, weighted = {};
-    for (int k = 0; k < padded; k += kLanes) weigh<kStats>(scores + k, broadcast(shift), sum, weighted);
-    if (kStats) {
-      rows.weighted[r] = rescale * (rows.weighted[r] + rows.sum[r] * (old_shift - shift)) + sum_lanes(weighted);
-    }
-    rows.max[r] = new_max;
-    rows.sum[r] = rescale * rows.sum[r] + sum_lanes(sum);
-    rows.rescale[r] = rescale;
-  }
+void update_softmax(const TileState& state, const ScoreBlockState& block) {
+  state.params.entropy ? weigh_block<true>(state, block) : weigh_block<false>(state, block);
 }
 
-void update_softmax(const TileState& state, const ScoreBlockState& block) {
-  const bool stats = state.params.entropy != nullptr;
-  if (state.few) {
-    stats ? weigh_few_rows<true>(state, block) : weigh_few_rows<false>(state, block);
-  } else {
-    stats ? weigh_block<true>(state, block) : weigh_block<false>(state, block);
-  }
-}
+// The weights of a tile's rows for the keys first .. first + keys - 1.
+struct Weights {
+  float* data;
+  int64_t row_stride, key_stride;
+  int first, keys;
+};
 
 // The draw of attention/dropout.h: one call serves keys j and j + 8 of a row.
-void drop_weights(const TileState& state, const ScoreBlockState& block) {
+void drop_weights(const TileState& state, const Weights& block) {
   const DropoutParams& dropout = state.params.dropout;
   const DropoutSeed seed = dropout_seed(dropout.rng_state);
   const float keep_scale = static_cast<float>(dropout.keep_scale);
-  const int64_t row_stride = state.row_stride(), key_stride = state.key_stride();
   const int end = block.first + block.keys;
   for (int r = 0; r < state.count; ++r) {
     const int i = state.rows.query[r];
     const auto batch_head = static_cast<uint32_t>(state.tile.batch * state.params.num_heads_q + state.rows.head[r]);
-    float* weights = state.memory.scores + r * row_stride;
+    float* weights = block.data + r * block.row_stride;
     for (int tile = block.first & ~15; tile < end; tile += 16) {
       for (int j = tile; j < tile + 8; ++j) {
         const RandomWords words = random_words(seed, batch_head, i, j);
         for (int each = j; each <= j + 8; each += 8) {
           if (each < block.first || each >= end) continue;
-          float& weight = weights[(each - block.first) * key_stride];
+          float& weight = weights[(each - block.first) * block.key_stride];
           weight = keeps(dropout, words.word[random_word(i, each)]) ? weight * keep_scale : 0;
         }
       }

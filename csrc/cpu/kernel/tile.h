@@ -11,8 +11,6 @@ namespace {
 constexpr int kMaxHeadDim = 256;
 constexpr int kRowVectors = kTileRows / kLanes;
 constexpr int kRowGroups = (kTileRows + kBlock - 1) / kBlock;  // rows that a micro-kernel of the output takes together
-// Up to this many rows d lies in lanes, above it rows do: then the lanes of half a vector would idle.
-constexpr int kFewRows = kLanes / 2;
 
 struct KeyRange {
   int begin, end;
@@ -37,8 +35,8 @@ struct alignas(64) Rows {
 
 struct alignas(64) Scratch {
   Rows rows;
-  float queries[kMaxHeadDim * kTileRows];  // scale * query: (head_dim, kTileRows), or few rows: (rows, head_dim)
-  float scores[kTileKeys * kScoreStride];  // (keys, kScoreStride), or few rows: (rows, kTileKeys)
+  float queries[kMaxHeadDim * kTileRows];  // scale * query: (head_dim, kTileRows)
+  float scores[kTileKeys * kScoreStride];  // (keys, kScoreStride)
   float out[kTileRows * kMaxHeadDim];      // (rows, value_width)
   float key[kTileKeys * kMaxHeadDim];      // (keys, head_dim) in fp32 where it lies in 16 bits
   float value[kTileKeys * kMaxHeadDim];    // (keys, value_width) in fp32 where it cannot be read in place
@@ -60,14 +58,10 @@ struct TileState {
   Rows& rows;
   int count;        // of rows
   int vectors;      // that hold them
-  bool few;         // rows outside of keys in the scores, else keys outside of rows
   int value_width;  // head_dim_v, rounded up to whole vectors
   KeyRange keys;    // that some row sees
   KeyRange full;    // that all rows see
   bool has_output;  // whether `out` holds anything
-
-  MHA_INLINE int64_t row_stride() const { return few ? kTileKeys : 1; }
-  MHA_INLINE int64_t key_stride() const { return few ? 1 : kScoreStride; }
 };
 
 constexpr KeyRange kNoKeys = {std::numeric_limits<int>::max(), std::numeric_limits<int>::min()};
@@ -143,29 +137,21 @@ MHA_INLINE void transpose_four(const float* from, int head_dim, float scale, flo
 }
 
 template <typename T>
+const T* query_row(const TileState& state, int r) {
+  return row_of<T>(state.params.query, state.params.query_strides, state.tile.batch, state.rows.head[r],
+                   state.tile.query_start + state.rows.query[r]);
+}
+
+template <typename T>
 void load_queries(const TileState& state) {
   const AttentionParams& params = state.params;
-  const Rows& rows = state.rows;
   Scratch& memory = state.memory;
   const int head_dim = params.head_dim;
-  const auto read = [&](int r, float* to) {
-    const int64_t row = state.tile.query_start + rows.query[r];
-    read_row(row_of<T>(params.query, params.query_strides, state.tile.batch, rows.head[r], row), head_dim, head_dim,
-             to);
-  };
-  if (state.few) {
-    for (int r = 0; r < state.count; ++r) {
-      float* to = memory.queries + r * head_dim;
-      read(r, to);
-      for (int d = 0; d < head_dim; ++d) to[d] *= params.scale;
-    }
-    return;
-  }
   for (int r = 0; r < state.vectors * kLanes; r += 4) {
     for (int i = 0; i < 4; ++i) {
       float* to = memory.query_rows + i * kMaxHeadDim;
       if (r + i < state.count) {
-        read(r + i, to);
+        read_row(query_row<T>(state, r + i), head_dim, head_dim, to);
       } else {
         std::memset(to, 0, head_dim * sizeof(float));
       }
