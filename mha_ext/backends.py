@@ -180,12 +180,6 @@ def _cpu(call: AttentionCall, by_name: bool) -> str | None:
     return None if has_cpu_kernels() else f"this build has no kernels for the CPU ({_build()})"
 
 
-def _gradient(call: AttentionCall, by_name: bool) -> str | None:
-    if _wants_grad(call):
-        return "a gradient is needed, and these kernels have no backward"
-    return None
-
-
 _CALL_KERNEL_CHECKS = tuple((name, _of_query(check)) for name, check in _KERNEL_CHECKS)
 
 BACKENDS: tuple[Backend, ...] = (
@@ -207,13 +201,12 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         "cpu",
-        "one pass over the keys on the CPU that never writes the scores; forward only",
+        "one pass over the keys on the CPU that never writes the scores",
         (
             ("device", _cpu),
             ("dtype", _dtype),
             ("head dimension", _head_dim),
             ("returned weights", _weights),
-            ("gradient", _gradient),
             ("transforms", _of_query(_transforms)),
         ),
     ),

@@ -10,6 +10,7 @@
 namespace mha_ext::cpu {
 
 struct WorkPlan;
+struct BackwardPlan;
 
 // The same source, compiled for one instruction set.
 struct Kernels {
@@ -18,6 +19,10 @@ struct Kernels {
   void (*run_unit)(const AttentionParams& params, const WorkPlan& plan, int64_t unit);
   // The splits of a tile, put together.
   void (*merge_splits)(const AttentionParams& params, const WorkPlan& plan, int64_t tile);
+  // One item of a plan of the backward. own: plan.accumulator_floats of the thread's own, or null where that is 0.
+  void (*run_backward_item)(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t item, float* own);
+  // The gradient of a tile's queries, where plan.runs > 1, after all items.
+  void (*add_query_parts)(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t tile);
 };
 
 namespace avx512 {

@@ -21,8 +21,37 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr double kFlopsOfTwoThreads = 0.25e6;  // below it, waking a thread takes longer than it saves
 constexpr int kUnitsPerThread = 4;             // keys are split where there are fewer tiles than this
 
-void check_tensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                   const MaybeTensor& attn_mask, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k) {
+// Splits of the keys of each tile, so that every thread has work; and the memory for what they leave.
+at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params, int threads, const at::Tensor& like) {
+  const int64_t wanted = int64_t{kUnitsPerThread} * threads;
+  if (threads == 1 || plan.tiles >= wanted || params.seqlen_kv < 2 * cpu::kSplitKeys) return {};
+  plan.splits = static_cast<int>(std::min((wanted + plan.tiles - 1) / plan.tiles, params.seqlen_kv / cpu::kSplitKeys));
+  constexpr int kPartialHead = 3;
+  plan.partial_stride = kPartialHead + params.head_dim_v;
+  at::Tensor partial =
+      at::empty({plan.units() * plan.max_rows * plan.partial_stride}, like.options().dtype(at::kFloat));
+  plan.partial = partial.mutable_data_ptr<float>();
+  return partial;
+}
+
+// Units in order, each to the next thread that is free.
+void run_units(const cpu::Kernels& kernels, const AttentionParams& params, const cpu::WorkPlan& plan, int threads) {
+  const int64_t units = plan.units();
+  if (threads == 1 || units == 1) {
+    for (int64_t unit = 0; unit < units; ++unit) kernels.run_unit(params, plan, unit);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(threads, units), 1, [&](int64_t, int64_t) {
+    for (int64_t unit = next++; unit < units; unit = next++) kernels.run_unit(params, plan, unit);
+  });
+}
+
+}  // namespace
+
+void check_attention_tensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                             const MaybeTensor& attn_mask, const MaybeTensor& cu_seqlens_q,
+                             const MaybeTensor& cu_seqlens_k) {
   check_rank(query, "query", 4);
   check_dtype(query, "query", {at::kHalf, at::kBFloat16, at::kFloat});
   check_rank(key, "key", 4);
@@ -66,40 +95,34 @@ void check_tensors(const at::Tensor& query, const at::Tensor& key, const at::Ten
   }
 }
 
-// (batch, heads, rows, cols) in memory as its model lies there: rows outside of heads, or heads outside of rows.
 at::Tensor empty_like_layout(const at::Tensor& model, int64_t cols) {
   const int64_t batch = model.size(0), heads = model.size(1), rows = model.size(2);
   if (model.stride(1) < model.stride(2)) return at::empty({batch, rows, heads, cols}, model.options()).transpose(1, 2);
   return at::empty({batch, heads, rows, cols}, model.options());
 }
 
-// Splits of the keys of each tile, so that every thread has work; and the memory for what they leave.
-at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params, int threads, const at::Tensor& like) {
-  const int64_t wanted = int64_t{kUnitsPerThread} * threads;
-  if (threads == 1 || plan.tiles >= wanted || params.seqlen_kv < 2 * cpu::kSplitKeys) return {};
-  plan.splits = static_cast<int>(std::min((wanted + plan.tiles - 1) / plan.tiles, params.seqlen_kv / cpu::kSplitKeys));
-  constexpr int kPartialHead = 3;
-  plan.partial_stride = kPartialHead + params.head_dim_v;
-  at::Tensor partial =
-      at::empty({plan.units() * plan.max_rows * plan.partial_stride}, like.options().dtype(at::kFloat));
-  plan.partial = partial.mutable_data_ptr<float>();
-  return partial;
+AttentionParams attention_params(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                 const at::Tensor& output, double scale) {
+  AttentionParams params = {};
+  params.query = query.const_data_ptr();
+  params.key = key.const_data_ptr();
+  params.value = value.const_data_ptr();
+  params.output = output.mutable_data_ptr();
+  params.query_strides = strides3(query);
+  params.key_strides = strides3(key);
+  params.value_strides = strides3(value);
+  params.output_strides = strides3(output);
+  params.batch = query.size(0);
+  params.seqlen_q = query.size(2);
+  params.seqlen_kv = key.size(2);
+  params.num_heads_q = static_cast<int>(query.size(1));
+  params.num_heads_kv = static_cast<int>(key.size(1));
+  params.head_dim = static_cast<int>(query.size(3));
+  params.head_dim_v = static_cast<int>(value.size(3));
+  params.scale = static_cast<float>(scale);
+  params.dtype = to_dtype(query.scalar_type());
+  return params;
 }
-
-// Units in order, each to the next thread that is free.
-void run_units(const cpu::Kernels& kernels, const AttentionParams& params, const cpu::WorkPlan& plan, int threads) {
-  const int64_t units = plan.units();
-  if (threads == 1 || units == 1) {
-    for (int64_t unit = 0; unit < units; ++unit) kernels.run_unit(params, plan, unit);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(threads, units), 1, [&](int64_t, int64_t) {
-    for (int64_t unit = next++; unit < units; unit = next++) kernels.run_unit(params, plan, unit);
-  });
-}
-
-}  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward_cpu(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const MaybeTensor& attn_mask,
@@ -107,7 +130,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
     const MaybeTensor& sinks, const MaybeTensor& rng_state, const MaybeTensor& cu_seqlens_q,
     const MaybeTensor& cu_seqlens_k, int64_t q_offset, int64_t window_left, int64_t window_right, double softcap,
     double dropout_p, double scale, bool, bool for_backward, bool return_stats) {
-  check_tensors(query, key, value, attn_mask, cu_seqlens_q, cu_seqlens_k);
+  check_attention_tensors(query, key, value, attn_mask, cu_seqlens_q, cu_seqlens_k);
   const int64_t heads = query.size(1), seqlen_q = query.size(2);
   const bool packed = cu_seqlens_q.has_value();
 
@@ -121,22 +144,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
       for_backward ? at::empty({query.size(0), heads, seqlen_q, 2}, row_options) : at::empty({0}, row_options);
   if (packed) lse.fill_(-std::numeric_limits<float>::infinity());  // rows that no sequence owns
 
-  AttentionParams params = {};
-  params.batch = packed ? cu_seqlens_q->size(0) - 1 : query.size(0);
+  AttentionParams params = attention_params(query, key, value, output, scale);
+  if (packed) {
+    params.batch = cu_seqlens_q->size(0) - 1;
+    params.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
+    params.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
+  }
   params.rule =
       score_rule_params({key_lengths, q_offsets, alibi_slopes, sinks, q_offset, window_left, window_right, softcap},
                         params.batch, heads, at::kFloat, query, "query");
   params.dropout = dropout_params(dropout_p, rng_state, query, "query");
   if (query.numel() == 0 || params.batch == 0) return {output, lse, row_stats, max_score, entropy};
 
-  params.query = query.const_data_ptr();
-  params.key = key.const_data_ptr();
-  params.value = value.const_data_ptr();
-  params.output = output.mutable_data_ptr();
-  params.query_strides = strides3(query);
-  params.key_strides = strides3(key);
-  params.value_strides = strides3(value);
-  params.output_strides = strides3(output);
   params.lse = lse.mutable_data_ptr<float>();
   if (for_backward) params.row_stats = row_stats.mutable_data_ptr<float>();
   if (return_stats) {
@@ -145,18 +164,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
   }
   params.row_batch_stride = packed ? 0 : lse.stride(0);
   params.row_head_stride = lse.stride(1);
-  if (packed) {
-    params.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
-    params.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
-  }
-  params.seqlen_q = seqlen_q;
-  params.seqlen_kv = key.size(2);
-  params.num_heads_q = static_cast<int>(heads);
-  params.num_heads_kv = static_cast<int>(key.size(1));
-  params.head_dim = static_cast<int>(query.size(3));
-  params.head_dim_v = static_cast<int>(value.size(3));
-  params.scale = static_cast<float>(scale);
-  params.dtype = to_dtype(query.scalar_type());
   if (attn_mask) {
     params.rule.attn_mask = attn_mask->const_data_ptr();
     params.rule.mask_strides = strides4(*attn_mask);  // 0 on axes that it repeats

@@ -212,6 +212,11 @@ void merge_splits(const AttentionParams& params, const WorkPlan& plan, int64_t t
 
 }  // namespace
 
-const Kernels kKernels = {MHA_STRING_OF(MHA_CPU_TARGET), &run_unit, &merge_splits};
+// In a file of their own for each target, kernel/backward.h.
+void run_backward_item(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t item, float* own);
+void add_query_parts(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t tile);
+
+const Kernels kKernels = {MHA_STRING_OF(MHA_CPU_TARGET), &run_unit, &merge_splits, &run_backward_item,
+                          &add_query_parts};
 
 }  // namespace mha_ext::cpu::MHA_CPU_TARGET

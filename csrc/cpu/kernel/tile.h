@@ -115,15 +115,15 @@ void start_rows(TileState& state) {
   }
 }
 
-// Four rows of `from` (stride kMaxHeadDim) into four columns of `to` (stride kStride), times scale.
-template <int kStride>
+// Four rows of `from` (stride kFromStride) into four columns of `to` (stride kStride), times scale.
+template <int kStride, int kFromStride = kMaxHeadDim>
 MHA_INLINE void transpose_four(const float* from, int head_dim, float scale, float* to) {
   int d = 0;
 #if defined(__x86_64__)
   const __m128 factor = _mm_set1_ps(scale);
   for (; d + 4 <= head_dim; d += 4) {
-    __m128 a = _mm_loadu_ps(from + d), b = _mm_loadu_ps(from + kMaxHeadDim + d);
-    __m128 c = _mm_loadu_ps(from + 2 * kMaxHeadDim + d), e = _mm_loadu_ps(from + 3 * kMaxHeadDim + d);
+    __m128 a = _mm_loadu_ps(from + d), b = _mm_loadu_ps(from + kFromStride + d);
+    __m128 c = _mm_loadu_ps(from + 2 * kFromStride + d), e = _mm_loadu_ps(from + 3 * kFromStride + d);
     _MM_TRANSPOSE4_PS(a, b, c, e);
     _mm_storeu_ps(to + d * kStride, _mm_mul_ps(a, factor));
     _mm_storeu_ps(to + (d + 1) * kStride, _mm_mul_ps(b, factor));
@@ -132,7 +132,7 @@ MHA_INLINE void transpose_four(const float* from, int head_dim, float scale, flo
   }
 #endif
   for (; d < head_dim; ++d) {
-    for (int r = 0; r < 4; ++r) to[d * kStride + r] = from[r * kMaxHeadDim + d] * scale;
+    for (int r = 0; r < 4; ++r) to[d * kStride + r] = from[r * kFromStride + d] * scale;
   }
 }
 
