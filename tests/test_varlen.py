@@ -140,6 +140,13 @@ def test_any_strides(packing_backend: BackendUnderTest) -> None:
     assert output.is_contiguous()
 
 
+def operators() -> tuple[Any, Any]:
+    """Forward and backward of the fused kernels in force."""
+    suffix = "_cpu" if mha_ext.backends.requested() == "cpu" else ""
+    names = (f"attention_forward{suffix}", f"attention_backward{suffix}")
+    return tuple(getattr(torch.ops.mha_ext, name) for name in names)
+
+
 @pytest.mark.parametrize(
     "bad", [[0, 30, 200], [5, 30, 75], [0, 60, 30, 75], [0, 30], [0, -1, 75], [0, 2**31 - 1, 75], [-(2**31), 75]]
 )
@@ -147,6 +154,13 @@ def test_offsets_that_lie_are_refused_on_the_cpu(bad: list[int]) -> None:
     x = torch.randn(75, 2, 8)
     with pytest.raises(ValueError, match="cu_seqlens_q: expected the running sum of the lengths, from 0 to 75"):
         mha_ext.attention_varlen(x, x, x, torch.tensor(bad), running_sum((75,) * (len(bad) - 1), "cpu"))
+
+
+def operators() -> tuple[Any, Any]:
+    """Forward and backward of the fused kernels in force."""
+    suffix = "_cpu" if mha_ext.backends.requested() == "cpu" else ""
+    names = (f"attention_forward{suffix}", f"attention_backward{suffix}")
+    return tuple(getattr(torch.ops.mha_ext, name) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +172,12 @@ def test_a_kernel_reads_and_writes_within_the_tensors_whatever_the_offsets(fused
     cu_seqlens = torch.tensor(bad, dtype=torch.int32, device=fused_anywhere)
     good = running_sum((75,) + (0,) * (len(bad) - 2), fused_anywhere)
     rule = (None,) * 6
+    forward, backward = operators()
     for of_q, of_k in ((cu_seqlens, good), (good, cu_seqlens), (cu_seqlens, cu_seqlens)):
         settings = (of_q, of_k, 0, -1, 0, 0.0, 0.0, 0.3, False)
-        output, lse, row_stats, _, _ = torch.ops.mha_ext.attention_forward(x, x, x, *rule, *settings, True, False)
+        output, lse, row_stats, _, _ = forward(x, x, x, *rule, *settings, True, False)
         output, lse, row_stats = (torch.zeros_like(x) for x in (output, lse, row_stats))
-        torch.ops.mha_ext.attention_backward(
-            output, None, x, x, x, output, lse, row_stats, *rule, *settings, False, False, False, False
-        )
+        backward(output, None, x, x, x, output, lse, row_stats, *rule, *settings, False, False, False, False)
 
 
 def test_refusals_name_the_argument() -> None:
@@ -251,12 +264,11 @@ def test_rows_that_no_sequence_owns_are_zeros(
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=fused_anywhere)
     sinks = torch.zeros(2, device=fused_anywhere)
     rule = (None, None, None, None, sinks, None, cu_seqlens, cu_seqlens, 0, -1, 0, 0.0, 0.0, 0.3, False)
+    forward, backward = operators()
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
-        output, lse, row_stats, max_score, entropy = torch.ops.mha_ext.attention_forward(x, x, x, *rule, True, True)
-        grads = torch.ops.mha_ext.attention_backward(
-            x, None, x, x, x, output, lse, row_stats, *rule, False, False, False, True
-        )
+        output, lse, row_stats, max_score, entropy = forward(x, x, x, *rule, True, True)
+        grads = backward(x, None, x, x, x, output, lse, row_stats, *rule, False, False, False, True)
     finally:
         torch.use_deterministic_algorithms(False)
     owned = torch.zeros(75, dtype=torch.bool, device=fused_anywhere)

@@ -142,7 +142,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
   at::Tensor lse = rows_if(true), max_score = rows_if(return_stats), entropy = rows_if(return_stats);
   at::Tensor row_stats =
       for_backward ? at::empty({query.size(0), heads, seqlen_q, 2}, row_options) : at::empty({0}, row_options);
-  if (packed) lse.fill_(-std::numeric_limits<float>::infinity());  // rows that no sequence owns
+  if (packed) {  // rows that no sequence owns see nothing
+    output.zero_();
+    lse.fill_(-std::numeric_limits<float>::infinity());
+    if (return_stats) max_score.fill_(-std::numeric_limits<float>::infinity());
+    if (return_stats) entropy.zero_();
+  }
 
   AttentionParams params = attention_params(query, key, value, output, scale);
   if (packed) {

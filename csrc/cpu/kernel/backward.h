@@ -137,9 +137,9 @@ void differentiate_block(TileState& state, const KeyRun& run, const KeyRange* of
   const AttentionParams& params = state.params;
   const ScoreRuleParams& rule = params.rule;
   const ScoreBlockState block = start_block(state, of_vector, first, end);
-  const bool shared_mask = rule.attn_mask && (rule.mask_strides.row == 0 || state.tile.queries == 1);
-  const bool hidden =
-      shared_mask && with_mask_type(rule, [&](auto mask) { return find_hidden_keys(state, block, mask); });
+  const bool hidden = shares_mask(state) && with_mask_type(rule, [&](auto mask) {
+                        return find_hidden_keys(state, first, block.keys, mask, state.memory.seen);
+                      });
   const int64_t row = run.key_start + first;
   const ConstFloatRows key =
       float_rows(row_of<T>(params.key, params.key_strides, run.batch, run.head_kv, row), params.key_strides.row,
@@ -170,7 +170,7 @@ void differentiate_block(TileState& state, const KeyRun& run, const KeyRange* of
 
 TileState start_backward_tile(const AttentionParams& params, const Tile& tile) {
   Scratch& memory = backward_scratch().forward;
-  TileState state = {params, tile, memory, memory.rows, tile.rows(), 0, false, 0, kNoKeys, kNoKeys, false};
+  TileState state = {params, tile, memory, memory.rows, tile.rows(), 0, 0, kNoKeys, kNoKeys, false};
   state.vectors = (state.count + kLanes - 1) / kLanes;
   start_rows(state);
   return state;

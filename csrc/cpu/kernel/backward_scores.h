@@ -66,7 +66,7 @@ void differentiate_softmax(const TileState& state, const ScoreBlockState& block,
     store(scores + at, weight);
     store(memory.weights + at, weight);
   });
-  drop_weights(state, block);
+  drop_weights(state, {scores, 1, kScoreStride, block.first, block.keys});
   for (int v = 0; v < state.vectors; ++v) {
     for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
       const int at = k * kScoreStride + v * kLanes;
