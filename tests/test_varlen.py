@@ -156,13 +156,6 @@ def test_offsets_that_lie_are_refused_on_the_cpu(bad: list[int]) -> None:
         mha_ext.attention_varlen(x, x, x, torch.tensor(bad), running_sum((75,) * (len(bad) - 1), "cpu"))
 
 
-def operators() -> tuple[Any, Any]:
-    """Forward and backward of the fused kernels in force."""
-    suffix = "_cpu" if mha_ext.backends.requested() == "cpu" else ""
-    names = (f"attention_forward{suffix}", f"attention_backward{suffix}")
-    return tuple(getattr(torch.ops.mha_ext, name) for name in names)
-
-
 @pytest.mark.parametrize(
     "bad", [[0, 30, 200], [5, 30, 75], [0, 60, 30, 75], [0, -1, 75], [0, 2**31 - 1, 75], [-(2**31), 2**31 - 1]]
 )
