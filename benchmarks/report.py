@@ -175,10 +175,16 @@ class Report:
         lines = []
         for names, members in self.tables().items():
             lines += ["", f"### {', '.join(names)}", "", *self.summary_table(names[0], members)]
+        lines += self.together()
+        return [*lines, "", f"{SPEEDUP}. {CONVENTION}.", *self.note_lines()]
+
+    def together(self) -> list[str]:
+        """Means and worst cases over several tables."""
+        lines = []
         for kinds in (("attention", "mask", "decode"), ("module",)):
             told = overview(compared(result for result in self.results if result.case.kind in kinds))
             lines += ["", f"### all together: {', '.join(kinds)}", "", *told] if told else []
-        return [*lines, "", f"{SPEEDUP}. {CONVENTION}.", *self.note_lines()]
+        return lines
 
     def summary_table(self, group: str, members: Sequence[Result]) -> list[str]:
         """The rows of one group, pass and dtype."""

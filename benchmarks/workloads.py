@@ -169,7 +169,7 @@ class Module(Workload):
         assert isinstance(output, Tensor)
         if not self.case.training:
             return (output,)
-        module = self.torch_module if contender.name == "nn.MultiheadAttention" else self.our_module
+        module = self.our_module if contender.ours or contender.name == "reference" else self.torch_module
         return (output, *torch.autograd.grad(output, (*inputs.tensors, *module.parameters()), inputs.grads))
 
     def contenders(self) -> list[Contender]:
