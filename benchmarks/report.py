@@ -47,7 +47,7 @@ CONVENTION = (
 
 def environment_of(device: torch.device, command: str) -> dict[str, Any]:
     """Everything about the machine and the software that the numbers depend on."""
-    from mha_ext._extension import build_info
+    from mha_ext._extension import build_info, extension
 
     facts: dict[str, Any] = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -55,6 +55,7 @@ def environment_of(device: torch.device, command: str) -> dict[str, Any]:
         "device_type": device.type,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
+        "cpu_target": extension.cpu_target() if extension else None,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -114,9 +115,11 @@ def environment_lines(facts: dict[str, Any]) -> list[str]:
     """The part of the environment that a reader wants first."""
     more = f", driver {facts['driver']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}" if "driver" in facts else ""
     threads = f"{facts['threads']} CPU threads on {facts['cpus']} CPUs"
+    ours = f"mha_ext {facts['mha_ext']}" + (f" ({facts['cpu_target']} on the CPU)" if facts["cpu_target"] else "")
+    onnx = f", ONNX Runtime {facts['onnxruntime']}" if facts["onnxruntime"] else ""
     lines = [
         f"{facts['device']}, {threads}{more}",
-        f"torch {facts['torch']}, mha_ext {facts['mha_ext']}, Python {facts['python']}, {facts['date']}",
+        f"{ours}, torch {facts['torch']}{onnx}, Python {facts['python']}, {facts['date']}",
     ]
     for name, reason in facts["backends"].items():
         lines.append(f"backend {name}: {reason or 'available'}")
