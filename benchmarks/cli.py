@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,22 +32,21 @@ def parser() -> argparse.ArgumentParser:
         description="Measures mha_ext against every backend of torch's scaled_dot_product_attention, "
         "nn.MultiheadAttention, plain torch and, on a CPU where it is installed, ONNX Runtime. "
         "Every answer is verified before it is timed.",
-        epilog="Lists are separated by spaces, for example: --presets gpt2 llama-7b --lengths 512 2048 --dtypes bf16",
+        epilog="What is not said depends on the device and the size of the run (benchmarks/cases.py). "
+        "Lists are separated by spaces, for example: --presets gpt2 llama-7b --lengths 512 2048 --dtypes bf16",
     )
     size = made.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_const", const="quick", dest="size", help="under two minutes")
     size.add_argument("--full", action="store_const", const="full", dest="size", help="more cases and samples")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
     made.add_argument("--threads", type=positive, metavar="N", help="CPU threads, of all contenders; default: torch's")
-    made.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS), help="default: all")
-    made.add_argument(
-        "--presets", nargs="+", choices=tuple(PRESETS), help="for every group; default: by size of the run"
-    )
-    made.add_argument("--lengths", nargs="+", type=positive, metavar="L", help="sequence lengths, for every group")
-    made.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), help="default: by size of the run")
+    several(made, "--groups", GROUPS, f"of {', '.join(GROUPS)}; default: all", default=tuple(GROUPS))
+    several(made, "--presets", PRESETS, f"for every group but call, of {', '.join(PRESETS)}")
+    made.add_argument("--lengths", nargs="+", type=positive, metavar="L", help="tokens, for every group but call")
+    several(made, "--dtypes", DTYPES, f"of {', '.join(DTYPES)}")
     made.add_argument("--passes", choices=tuple(PASSES), default="both", help="training is forward and backward")
     made.add_argument("--mask", choices=MASKS, default="model", help="model: causal where the preset's model is")
-    made.add_argument("--tokens", type=positive, metavar="N", help="batch = N / length; default: by size of the run")
+    made.add_argument("--tokens", type=positive, metavar="N", help="batch = N / length, at least 1")
     made.add_argument(
         "--contenders", nargs="+", default=(), metavar="NAME", help="parts of names, for example: ours flash"
     )
@@ -58,6 +57,13 @@ def parser() -> argparse.ArgumentParser:
         help="for results.json, report.md, attention.png and roofline.png (default: benchmarks/results)",
     )  # fmt: skip
     return made
+
+
+def several(
+    made: argparse.ArgumentParser, option: str, names: Iterable[str], text: str, default: tuple[str, ...] = ()
+) -> None:
+    """An option that takes one or more of some names."""
+    made.add_argument(option, nargs="+", choices=tuple(names), default=default, metavar="NAME", help=text)
 
 
 def positive(text: str) -> int:

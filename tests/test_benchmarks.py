@@ -611,6 +611,19 @@ def test_masks_decoding_and_the_peak_by_hand() -> None:
     assert ["forward, float32", "error / torch's", "2", "-", "1.00", window.label] in together
 
 
+def test_a_gpus_columns_by_hand() -> None:
+    ceilings = roofline.Ceilings(1e12, {torch.float32: 1e12}, "as if")
+    ours = dataclasses.replace(result_of("ours-x", 2e-3), peak_bytes=3 << 20)
+    made = report.Report({"device_type": "cuda"}, ceilings, (ours, result_of("sdpa-math", 6e-3)))
+    header, _, row = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in made.summary_table("attention", made.results)
+    )
+    cells = dict(zip(header, row, strict=True))
+    floor = max(4 * 2 * 12 * 24 * 24 * 64 / 2, 4 * 2 * 12 * 24 * (4 * 64 + 1)) / 1e12
+    assert (cells["roofline"], cells["MiB"], cells["TFLOP/s"]) == (f"{floor / 2e-3:.0%}", "3", "0.001")
+    assert "peak" not in cells
+
+
 def test_a_busy_machine_is_mentioned() -> None:
     lines = report.Report({}, None, (result_of("ours-x", 2e-3, spread=0.5),)).summary_lines()
     assert "UNRELIABLE: 1 of 1 times" in lines[-1]
