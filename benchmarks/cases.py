@@ -1,12 +1,13 @@
-"""What is measured: model presets, the cases made from them, and how much of it one run does."""
+"""What is measured: the layers of published models, the cases made from them, and how much of it one run does."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GROUPS", "PLANS", "PRESETS", "Case", "Plan", "Preset", "cases_of"]
+__all__ = ["GROUPS", "MASKS", "PLANS", "PRESETS", "Case", "Plan", "Preset", "Sweep", "cases_of", "sizes_of"]
 
 
 @dataclass(frozen=True)
@@ -33,34 +34,76 @@ PRESETS = {
         Preset("gpt2", 12, 12, 64, is_causal=True),
         Preset("gpt2-medium", 16, 16, 64, is_causal=True),
         Preset("llama-7b", 32, 32, 128, is_causal=True),
+        Preset("llama-7b-quarter", 8, 8, 128, is_causal=True),  # of its heads
+        Preset("llama-3-8b", 32, 8, 128, is_causal=True),
         Preset("llama-2-70b", 64, 8, 128, is_causal=True),
+        Preset("tiny", 1, 1, 8, is_causal=False),  # of no model: what a call costs
     )
 }
 
-# Group on the command line -> kinds of case. Each kind has its own table.
+# Group on the command line -> kinds of case. Each group has its own tables.
 GROUPS = {
     "attention": ("attention",),
+    "masks": ("mask",),
+    "decode": ("decode",),
     "module": ("module",),
+    "call": ("call",),
     "parts": ("qkv_split", "attention_scores", "masked_softmax", "attention_output"),
+}
+MASKS = {
+    "full": "every query sees every key",
+    "causal": "key j <= query i",
+    "padding": "the last quarter of the keys is hidden, by a bool mask (B, 1, 1, L)",
+    "lengths": "the last quarter of the keys is hidden, by key_lengths (B,)",
+    "window": "as many keys as half the length, the last of them the query's own",
+    "bias": "a number per head, query and key is added, (1, H, L, L)",
+    "bool": "a tenth of all (query, key) is hidden at random, by a bool mask (L, L)",
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time: self-attention of `batch` sequences of `length` tokens, or a part of it."""
+    """One thing to time: self-attention of `batch` sequences of `length` tokens, a part of it, or one decoding step."""
 
     kind: str  # a value of GROUPS
     preset: Preset
     batch: int
-    length: int
+    length: int  # tokens; of a decoding step: keys
     dtype: torch.dtype
-    is_causal: bool
+    mask: str  # of MASKS
     training: bool  # forward and backward, not the forward alone
+
+    @property
+    def queries(self) -> int:
+        """Per sequence and head."""
+        return 1 if self.kind == "decode" else self.length
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is the causal one and no other."""
+        return self.mask == "causal"
+
+    @property
+    def edge(self) -> int:
+        """How many keys `padding` and `lengths` keep; how many a query sees at most through `window`."""
+        return max(1, self.length // 2 if self.mask == "window" else self.length - self.length // 4)
+
+    @property
+    def visible(self) -> float:
+        """Pairs of a query and a key that it sees, of one head of one sequence; a random mask can save no work."""
+        if self.mask == "causal":
+            return self.queries * self.length / 2  # the usual convention
+        if self.mask in ("padding", "lengths"):
+            return self.queries * self.edge
+        if self.mask == "window":
+            return self.length * self.edge - self.edge * (self.edge - 1) / 2
+        return self.queries * self.length
 
     @property
     def label(self) -> str:
         """Preset, batch and length, mask: `gpt2 2x512 causal`."""
-        return f"{self.preset.name} {self.batch}x{self.length} {'causal' if self.is_causal else 'full'}"
+        what = "decode" if self.kind == "decode" else self.mask
+        return f"{self.preset.name} {self.batch}x{self.length} {what}"
 
     @property
     def pass_name(self) -> str:
@@ -73,74 +116,121 @@ class Case:
         return str(self.dtype).removeprefix("torch.")
 
 
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FORWARD, TRAINING, BOTH = (False,), (True,), (False, True)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cases of one group: every preset at every size, in every dtype, mask and pass."""
+
+    group: str
+    presets: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]  # (batch, length)
+    dtypes: tuple[torch.dtype, ...]
+    passes: tuple[bool, ...] = BOTH
+    masks: tuple[str, ...] = ()  # none: causal where the preset's model is, else full
+
+    def cases(self) -> list[Case]:
+        """All of them, the dtypes outermost."""
+        made = []
+        for dtype, kind, training in itertools.product(self.dtypes, GROUPS[self.group], self.passes):
+            for name, (batch, length) in itertools.product(self.presets, self.sizes):
+                preset = PRESETS[name]
+                if kind == "module" and preset.num_heads != preset.num_kv_heads:
+                    continue  # nn.MultiheadAttention has no grouped heads: nothing to compare with
+                for mask in self.masks or ("causal" if preset.is_causal else "full",):
+                    made.append(Case(kind, preset, batch, length, dtype, mask, training))
+        return made
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How much one run measures. The module and the parts get fewer cases than attention itself."""
+    """How much one run measures."""
 
-    presets: tuple[str, ...]
-    lengths: tuple[int, ...]
-    module_presets: tuple[str, ...]
-    module_lengths: tuple[int, ...]
-    part_presets: tuple[str, ...]
-    part_lengths: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    tokens: int  # batch = tokens / length, at least 1
+    sweeps: tuple[Sweep, ...]
+    tokens: int  # batch = tokens / length, at least 1, for lengths that the command line names
     repeats: int  # samples per contender
     case_seconds: float  # fewer samples (three at least) where a case would take longer
-    budget: float | None  # seconds after which no further case is started
+    budget: float | None = None  # seconds after which no further case is started
 
 
-ALL = tuple(PRESETS)
+def sizes_of(tokens: int, *lengths: int) -> tuple[tuple[int, int], ...]:
+    """(batch, length) with about the same number of tokens each."""
+    return tuple((max(1, tokens // length), length) for length in lengths)
+
+
+MODELS = ("bert-base", "bert-large", "gpt2", "gpt2-medium", "llama-7b", "llama-2-70b")
+BASE = ("bert-base", "gpt2")  # the same heads, full and causal
+COMPARED_MASKS = ("padding", "lengths", "window", "bias", "bool")
+DECODE = Sweep("decode", ("llama-7b", "llama-3-8b"), ((1, 4096),), (FP32, BF16), FORWARD, ("full",))
+CALL = Sweep("call", ("tiny",), ((1, 4),), (FP32,), FORWARD)
+PARTS = Sweep("parts", ("gpt2",), ((1, 512),), (FP32,))
+CPU = Plan(
+    (
+        Sweep("attention", BASE, ((8, 16), (8, 64), (2, 128), (2, 512), (1, 2048)), (FP32, BF16), FORWARD),
+        Sweep("attention", ("llama-7b", "llama-3-8b"), ((1, 128), (1, 512)), (FP32, BF16), FORWARD),
+        Sweep("attention", ("llama-7b-quarter",), ((1, 4096),), (FP32, BF16), FORWARD, ("full", "causal")),
+        Sweep("attention", BASE, ((2, 128), (2, 512)), (FP16,)),
+        Sweep("attention", BASE, ((8, 16), (2, 128), (2, 512), (1, 2048)), (FP32,), TRAINING),
+        Sweep("attention", ("llama-7b", "llama-3-8b"), ((1, 512),), (FP32, BF16), TRAINING),
+        Sweep("attention", BASE, ((2, 128), (2, 512)), (BF16,), TRAINING),
+        Sweep("masks", ("bert-base",), ((2, 512), (1, 2048)), (FP32, BF16), FORWARD, COMPARED_MASKS),
+        DECODE,
+        Sweep("module", BASE, ((2, 128), (2, 512)), (FP32,)),
+        CALL,
+        PARTS,
+    ),
+    tokens=1024, repeats=9, case_seconds=2.0,
+)  # fmt: skip
+GPU = Plan(
+    (
+        Sweep("attention", MODELS, sizes_of(16384, 512, 2048), (BF16,)),
+        Sweep("module", ("gpt2", "llama-7b"), sizes_of(16384, 512, 2048), (BF16,)),
+        Sweep("parts", ("gpt2", "llama-7b"), sizes_of(16384, 2048), (BF16,)),
+    ),
+    tokens=16384, repeats=11, case_seconds=2.0, budget=120.0,
+)  # fmt: skip
 PLANS = {
     ("cpu", "quick"): Plan(
-        ALL, (128, 512), ("bert-base", "gpt2"), (128, 512), ("gpt2",), (512,),
-        (torch.float32,), tokens=512, repeats=7, case_seconds=2.0, budget=90.0,
+        (
+            Sweep("attention", BASE, ((2, 128), (2, 512)), (FP32, BF16)),
+            Sweep("masks", ("bert-base",), ((2, 512),), (FP32,), FORWARD, COMPARED_MASKS),
+            DECODE,
+            Sweep("module", BASE, ((2, 128),), (FP32,)),
+            CALL,
+            PARTS,
+        ),
+        tokens=1024, repeats=7, case_seconds=1.0, budget=90.0,
     ),
-    ("cpu", "full"): Plan(
-        ALL, (128, 512, 2048), ("bert-base", "gpt2", "llama-7b"), (128, 512), ("gpt2", "llama-7b"), (512, 1024),
-        (torch.float32, torch.bfloat16), tokens=1024, repeats=15, case_seconds=15.0, budget=None,
+    ("cpu", "default"): CPU,
+    ("cpu", "full"): dataclasses.replace(
+        CPU,
+        sweeps=(*CPU.sweeps, Sweep("attention", MODELS, sizes_of(1024, 128, 512, 2048), (FP32, BF16, FP16))),
+        repeats=15, case_seconds=6.0,
     ),
-    ("cuda", "quick"): Plan(
-        ALL, (512, 2048), ("gpt2", "llama-7b"), (512, 2048), ("gpt2", "llama-7b"), (2048,),
-        (torch.bfloat16,), tokens=16384, repeats=11, case_seconds=2.0, budget=120.0,
-    ),
+    ("cuda", "quick"): GPU,
+    ("cuda", "default"): GPU,
     ("cuda", "full"): Plan(
-        ALL, (512, 2048, 8192, 16384),
-        ("bert-base", "gpt2", "llama-7b"), (512, 2048), ("gpt2", "llama-7b"), (512, 2048),
-        (torch.bfloat16, torch.float16, torch.float32), tokens=16384, repeats=21, case_seconds=5.0, budget=None,
+        (
+            Sweep("attention", MODELS, sizes_of(16384, 512, 2048, 8192, 16384), (BF16, FP16, FP32)),
+            Sweep("module", ("bert-base", "gpt2", "llama-7b"), sizes_of(16384, 512, 2048), (BF16, FP16, FP32)),
+            Sweep("parts", ("gpt2", "llama-7b"), sizes_of(16384, 512, 2048), (BF16, FP16, FP32)),
+        ),
+        tokens=16384, repeats=21, case_seconds=5.0,
     ),
 }  # fmt: skip
 
 
-def cases_of(
-    plan: Plan,
-    groups: Iterable[str] = tuple(GROUPS),
-    passes: Sequence[bool] = (False, True),
-    is_causal: bool | None = None,
-) -> list[Case]:
-    """All cases of a plan, one dtype after the other.
+def cases_of(plan: Plan, groups: Iterable[str] = tuple(GROUPS), passes: Sequence[bool] = BOTH) -> list[Case]:
+    """All cases of a plan, each once, one dtype after the other.
 
     The kinds and passes take turns, so that a run that is cut short has some of everything.
-    `is_causal` None: causal exactly where the preset's model is.
     """
-    sizes = {
-        "attention": (plan.presets, plan.lengths),
-        "module": (plan.module_presets, plan.module_lengths),
-        "parts": (plan.part_presets, plan.part_lengths),
-    }
-    cases: list[Case] = []
-    for dtype in plan.dtypes:
-        tables = []
-        for group in (name for name in GROUPS if name in set(groups)):
-            for kind, training in itertools.product(GROUPS[group], passes):
-                table = []
-                for name, length in itertools.product(*sizes[group]):
-                    preset = PRESETS[name]
-                    if kind == "module" and preset.num_heads != preset.num_kv_heads:
-                        continue  # nn.MultiheadAttention has no grouped heads: nothing to compare with
-                    causal = preset.is_causal if is_causal is None else is_causal
-                    batch = max(1, plan.tokens // length)
-                    table.append(Case(kind, preset, batch, length, dtype, causal, training))
-                tables.append(table)
-        cases += [case for turn in itertools.zip_longest(*tables) for case in turn if case is not None]
-    return cases
+    wanted = set(groups)
+    found = dict.fromkeys(case for sweep in plan.sweeps if sweep.group in wanted for case in sweep.cases())
+    tables: dict[torch.dtype, dict[tuple[str, bool], list[Case]]] = {}
+    for case in (case for case in found if case.training in passes):
+        tables.setdefault(case.dtype, {}).setdefault((case.kind, case.training), []).append(case)
+    turns = (turn for of_dtype in tables.values() for turn in itertools.zip_longest(*of_dtype.values()))
+    return [case for turn in turns for case in turn if case is not None]

@@ -5,23 +5,24 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from benchmarks import report
-from benchmarks.cases import GROUPS, PLANS, PRESETS, Case, Plan, cases_of
+from benchmarks.cases import GROUPS, PLANS, PRESETS, Case, Plan, Sweep, cases_of, sizes_of
 from benchmarks.harness import DeviceLostError, Result, answers, first_line, measure
 from benchmarks.plot import write_plot
 from benchmarks.roofline import Ceilings, measure_ceilings
+from benchmarks.roofline_plot import write_roofline
 
 __all__ = ["main"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 PASSES = {"forward": (False,), "training": (True,), "both": (False, True)}
-MASKS = {"model": None, "full": False, "causal": True}
+MASKS = ("model", "full", "causal")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,22 +30,23 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures mha_ext against every backend of torch's scaled_dot_product_attention, "
-        "nn.MultiheadAttention and plain torch. Every answer is verified before it is timed.",
-        epilog="Lists are separated by spaces, for example: --presets gpt2 llama-7b --lengths 512 2048 --dtypes bf16",
+        "nn.MultiheadAttention, plain torch and, on a CPU where it is installed, ONNX Runtime. "
+        "Every answer is verified before it is timed.",
+        epilog="What is not said depends on the device and the size of the run (benchmarks/cases.py). "
+        "Lists are separated by spaces, for example: --presets gpt2 llama-7b --lengths 512 2048 --dtypes bf16",
     )
     size = made.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_const", const="quick", dest="size", help="under two minutes (default)")
-    size.add_argument("--full", action="store_const", const="full", dest="size", help="more lengths, dtypes, samples")
+    size.add_argument("--quick", action="store_const", const="quick", dest="size", help="under two minutes")
+    size.add_argument("--full", action="store_const", const="full", dest="size", help="more cases and samples")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    made.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS), help="default: all")
-    made.add_argument(
-        "--presets", nargs="+", choices=tuple(PRESETS), help="for every group; default: by size of the run"
-    )
-    made.add_argument("--lengths", nargs="+", type=positive, metavar="L", help="sequence lengths, for every group")
-    made.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), help="default: fp32 on a CPU, bf16 first on a GPU")
+    made.add_argument("--threads", type=positive, metavar="N", help="CPU threads, of all contenders; default: torch's")
+    several(made, "--groups", GROUPS, f"of {', '.join(GROUPS)}; default: all", default=tuple(GROUPS))
+    several(made, "--presets", PRESETS, f"for every group but call, of {', '.join(PRESETS)}")
+    made.add_argument("--lengths", nargs="+", type=positive, metavar="L", help="tokens, for every group but call")
+    several(made, "--dtypes", DTYPES, f"of {', '.join(DTYPES)}")
     made.add_argument("--passes", choices=tuple(PASSES), default="both", help="training is forward and backward")
-    made.add_argument("--mask", choices=tuple(MASKS), default="model", help="model: causal where the preset's model is")
-    made.add_argument("--tokens", type=positive, metavar="N", help="batch = N / length; default: by size of the run")
+    made.add_argument("--mask", choices=MASKS, default="model", help="model: causal where the preset's model is")
+    made.add_argument("--tokens", type=positive, metavar="N", help="batch = N / length, at least 1")
     made.add_argument(
         "--contenders", nargs="+", default=(), metavar="NAME", help="parts of names, for example: ours flash"
     )
@@ -52,9 +54,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=float, metavar="SECONDS", help="start no further case after this time")
     made.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR",
-        help="where results.json, report.md and attention.png go (default: benchmarks/results)",
+        help="for results.json, report.md, attention.png and roofline.png (default: benchmarks/results)",
     )  # fmt: skip
     return made
+
+
+def several(
+    made: argparse.ArgumentParser, option: str, names: Iterable[str], text: str, default: tuple[str, ...] = ()
+) -> None:
+    """An option that takes one or more of some names."""
+    made.add_argument(option, nargs="+", choices=tuple(names), default=default, metavar="NAME", help=text)
 
 
 def positive(text: str) -> int:
@@ -67,18 +76,27 @@ def positive(text: str) -> int:
 
 def plan_of(arguments: argparse.Namespace, device_type: str) -> Plan:
     """The plan for this device and size, with what the command line overrules."""
-    plan = PLANS[device_type, arguments.size or "quick"]
+    plan = PLANS[device_type, arguments.size or "default"]
+    given = {name: getattr(arguments, name) for name in ("tokens", "repeats", "budget")}
+    plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value is not None})
+    return dataclasses.replace(plan, sweeps=tuple(overruled(sweep, arguments, plan.tokens) for sweep in plan.sweeps))
+
+
+def overruled(sweep: Sweep, arguments: argparse.Namespace, tokens: int) -> Sweep:
+    """The sweep with what the command line says in place of its own; of a short call there is but one size."""
     changes: dict[str, object] = {}
-    if arguments.presets:
-        changes |= dict.fromkeys(("presets", "module_presets", "part_presets"), tuple(arguments.presets))
-    if arguments.lengths:
-        changes |= dict.fromkeys(("lengths", "module_lengths", "part_lengths"), tuple(arguments.lengths))
     if arguments.dtypes:
         changes["dtypes"] = tuple(DTYPES[name] for name in arguments.dtypes)
-    for name in ("tokens", "repeats", "budget"):
-        if getattr(arguments, name) is not None:
-            changes[name] = getattr(arguments, name)
-    return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+    of_model = sweep.group in ("attention", "module", "parts")
+    if arguments.presets and sweep.group != "call":
+        changes["presets"] = tuple(arguments.presets)
+        changes["masks"] = () if of_model else sweep.masks
+    if (arguments.lengths or arguments.tokens) and sweep.group != "call":
+        lengths = arguments.lengths or [length for _, length in sweep.sizes]
+        changes["sizes"] = sizes_of(tokens, *lengths)
+    if arguments.mask != "model" and of_model:
+        changes["masks"] = (arguments.mask,)
+    return dataclasses.replace(sweep, **changes)  # type: ignore[arg-type]
 
 
 def device_of(name: str | None) -> torch.device:
@@ -95,18 +113,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     arguments = parser().parse_args(argv)
     device = device_of(arguments.device)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     plan = plan_of(arguments, device.type)
-    cases = cases_of(plan, arguments.groups, PASSES[arguments.passes], MASKS[arguments.mask])
+    cases = cases_of(plan, arguments.groups, PASSES[arguments.passes])
     command = "python -m benchmarks " + shlex.join(sys.argv[1:] if argv is None else argv)
 
     environment = report.environment_of(device, command.strip())
     print("\n".join(report.environment_lines(environment)))
-    ceilings = measure_ceilings(device, plan.dtypes) if device.type == "cuda" else None
-    if ceilings:
-        print(report.ceilings_line(ceilings))
+    ceilings, no_ceilings = measure_ceilings(device, dict.fromkeys(case.dtype for case in cases))
+    print(ceilings.how if ceilings else f"no peaks were measured: {no_ceilings}")
     print(f"{len(cases)} cases; every answer is verified before it is timed\n", flush=True)
 
     results, notes = run(cases, plan, device, arguments.contenders, began)
+    if ceilings is None:
+        notes.append(f"No shares of a peak: {no_ceilings}.")
     return finish(environment, ceilings, results, notes, arguments.out, time.monotonic() - began)
 
 
@@ -155,10 +176,16 @@ def finish(
     made.write_json(out / "results.json")
     made.write_markdown(out / "report.md")
     written = ["results.json", "report.md"]
-    why_not = write_plot(results, made.rate, title_of(environment), out / "attention.png")
-    print(f"\n{seconds:.0f} s. Written to {out}: {', '.join(written + ([] if why_not else ['attention.png']))}")
-    if why_not:
-        print(f"No plot: {why_not}")
+    title = title_of(environment)
+    no_plot = {
+        "attention.png": write_plot(results, made.rate, title, out / "attention.png"),
+        "roofline.png": write_roofline(results, ceilings, title, out / "roofline.png"),
+    }
+    written += [name for name, why_not in no_plot.items() if why_not is None]
+    print(f"\n{seconds:.0f} s. Written to {out}: {', '.join(written)}")
+    for name, why_not in no_plot.items():
+        if why_not:
+            print(f"No {name}: {why_not}")
     bad = any(result.ours and result.status in ("wrong", "failed") for result in results)
     return 1 if bad or any(note.startswith("STOPPED") for note in notes) else 0
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.contenders import Contender, Inputs, Workload, workload_of
+from benchmarks.contenders import Contender, Inputs, Workload
+from benchmarks.workloads import workload_of
 
 __all__ = ["DeviceLostError", "Result", "free_bytes", "measure", "tolerance"]
 
 SAMPLE_SECONDS = {"cpu": 0.01, "cuda": 0.01}  # one sample is as many calls as fill this
-MAX_LAUNCHES = 200
+MAX_LAUNCHES = {"cpu": 5000, "cuda": 200}  # a GPU's queue is not endless
+SETTLE_SECONDS = 0.01  # before a sample, where contenders have threads of their own: idle ones spin before they sleep
 MAX_INPUT_SETS = 16
 
 
@@ -42,6 +44,7 @@ class Result:
     launches: int = 0  # calls per sample
     input_sets: int = 0  # rotated, so that the inputs do not all stay in the L2 cache
     peak_bytes: int | None = None  # GPU memory above the inputs, at the worst moment of a call
+    yardstick: bool = False  # no rival, but what the case is compared with: another answer's time
 
     @property
     def spread(self) -> float | None:
@@ -101,7 +104,9 @@ def measure(
     chosen = [c for c in select(workload) if not only or any(part in c.name for part in only)]
 
     def put(contender: Contender, status: str, reason: str, error: float | None = None) -> None:
-        results[contender.name] = Result(case, contender.name, contender.ours, status, reason, error)
+        results[contender.name] = Result(
+            case, contender.name, contender.ours, status, reason, error, yardstick=contender.judge is not None
+        )
 
     sets: list[Inputs] = []
     entries = []
@@ -128,6 +133,7 @@ def measure(
             case, entry.contender.name, entry.contender.ours, "timed", error=entry.error, seconds=median,
             quartiles=(low, high), fastest=min(entry.times), samples=len(entry.times),
             launches=entry.launches, input_sets=len(sets), peak_bytes=entry.peak_bytes,
+            yardstick=entry.contender.judge is not None,
         )  # fmt: skip
     return [results[contender.name] for contender in chosen]
 
@@ -149,7 +155,8 @@ def verify(workload: Workload, contender: Contender, inputs: Inputs, put: Callab
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                     peak = torch.cuda.max_memory_allocated(device) - before
-            error = workload.error(inputs, tuple(output.detach() for output in outputs))
+            judge = contender.judge or workload.error
+            error = judge(inputs, tuple(output.detach() for output in outputs))
     except torch.cuda.OutOfMemoryError as problem:
         put(contender, "no memory", first_line(problem))
         return None
@@ -188,15 +195,16 @@ def time_entries(
     workload: Workload, entries: list[Entry], sets: list[Inputs], repeats: int, case_seconds: float
 ) -> None:
     """Fills `times`. The first round only warms up and says how many calls make a sample."""
-    goal = SAMPLE_SECONDS[workload.device.type]
+    goal, most = SAMPLE_SECONDS[workload.device.type], MAX_LAUNCHES[workload.device.type]
+    settle = SETTLE_SECONDS if any(entry.contender.own_threads for entry in entries) else 0.0
     for entry in entries:
         entry.times = []
         entry.estimate = sample(workload, entry, sets)
         if entry.estimate < goal:  # the first call after another contender's says little about a short one
-            entry.launches = max(1, min(MAX_LAUNCHES, int(goal / entry.estimate)))
+            entry.launches = max(1, min(most, int(goal / entry.estimate)))
             entry.estimate = sample(workload, entry, sets)
-            entry.launches = max(1, min(MAX_LAUNCHES, int(goal / entry.estimate)))
-    round_seconds = sum(entry.estimate * entry.launches for entry in entries)
+            entry.launches = max(1, min(most, int(goal / entry.estimate)))
+    round_seconds = sum(entry.estimate * entry.launches + settle for entry in entries)
     rounds = max(3, min(repeats, int(case_seconds / round_seconds)))
     order = random.Random(0)
     collecting = gc.isenabled()
@@ -206,6 +214,7 @@ def time_entries(
         for _ in range(rounds):
             for entry in order.sample(entries, len(entries)):
                 assert entry.times is not None
+                time.sleep(settle)
                 entry.times.append(sample(workload, entry, sets))
     finally:
         if collecting:
@@ -215,18 +224,19 @@ def time_entries(
 def sample(workload: Workload, entry: Entry, sets: list[Inputs]) -> float:
     """Seconds per call over `entry.launches` calls in a row."""
     contender, cuda = entry.contender, workload.device.type == "cuda"
+    step = workload.step(contender)
     with torch.set_grad_enabled(workload.case.training), contender.pinned():
         if cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for index in range(entry.launches):
-                workload.run(contender, sets[index % len(sets)])
+                step(sets[index % len(sets)])
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3 / entry.launches
         begin = time.perf_counter()
         for index in range(entry.launches):
-            workload.run(contender, sets[index % len(sets)])
+            step(sets[index % len(sets)])
         return (time.perf_counter() - begin) / entry.launches
 
 

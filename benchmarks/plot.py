@@ -1,4 +1,4 @@
-"""The plot of a run: the rate of every contender as bars, a panel per preset, a row per dtype and pass."""
+"""The plot of a run: the rate of every contender as bars, a panel per preset and mask, a row per dtype and pass."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,14 @@ __all__ = ["write_plot"]
 
 T = TypeVar("T")
 OUR_COLORS = ("#c2410c", "#f59e0b", "#be185d", "#7c2d12")  # warm
-TORCH_COLORS = {"sdpa-math": "#cbd5e1", "sdpa-flash": "#93c5fd", "sdpa-efficient": "#3b82f6", "sdpa-cudnn": "#1e3a8a"}
+OTHER_COLORS = {
+    "reference": "#e7d8b1",
+    "sdpa-math": "#cbd5e1",
+    "sdpa-flash": "#93c5fd",
+    "sdpa-efficient": "#3b82f6",
+    "sdpa-cudnn": "#1e3a8a",
+    "onnxruntime": "#86b388",
+}
 GROUP_WIDTH = 0.8  # of the distance between two sequence lengths
 
 
@@ -32,25 +39,22 @@ def write_plot(
     except ImportError:
         return "matplotlib is not installed (pip install matplotlib)"
 
-    presets = unique(result.case.preset for result in timed)
+    layers = unique((result.case.preset, result.case.mask) for result in timed)
     rows = unique((result.case.pass_name, result.case.dtype_name) for result in timed)
     ours, theirs = (unique(r.contender for r in timed if r.ours is wanted) for wanted in (True, False))
-    colors = dict(zip(ours, OUR_COLORS * len(ours), strict=False)) | {name: TORCH_COLORS[name] for name in theirs}
+    colors = dict(zip(ours, OUR_COLORS * len(ours), strict=False)) | {name: OTHER_COLORS[name] for name in theirs}
 
-    figure = Figure(figsize=(max(6.5, 1 + 2 * len(presets)), 1.4 + 2 * len(rows)), dpi=150, layout="constrained")
-    axes = figure.subplots(len(rows), len(presets), squeeze=False, sharey="row")
+    figure = Figure(figsize=(max(6.5, 1 + 2 * len(layers)), 1.4 + 2 * len(rows)), dpi=150, layout="constrained")
+    axes = figure.subplots(len(rows), len(layers), squeeze=False, sharey="row")
     for line, (pass_name, dtype) in zip(axes, rows, strict=True):
-        for axis, preset in zip(line, presets, strict=True):
-            key = (pass_name, dtype, preset)
-            draw_panel(
-                axis, [r for r in timed if (r.case.pass_name, r.case.dtype_name, r.case.preset) == key], colors, rate
-            )
-        row = [rate(r)[0] for r in timed if (r.case.pass_name, r.case.dtype_name) == (pass_name, dtype)]
+        of_row = [r for r in timed if (r.case.pass_name, r.case.dtype_name) == (pass_name, dtype)]
+        for axis, layer in zip(line, layers, strict=True):
+            draw_panel(axis, [r for r in of_row if (r.case.preset, r.case.mask) == layer], colors, rate)
+        row = [rate(r)[0] for r in of_row]
         line[0].set_ylim(0, 1.15 * max(row))
         line[0].set_ylabel(f"{pass_name}\n{dtype}\n{rate(timed[0])[1]}", fontsize=8)
-    for axis, preset in zip(axes[0], presets, strict=True):
-        masks = unique("causal" if r.case.is_causal else "full" for r in timed if r.case.preset == preset)
-        axis.set_title(f"{preset.name}\n{heads_of(preset)}, {' and '.join(masks)}", fontsize=8)
+    for axis, (preset, mask) in zip(axes[0], layers, strict=True):
+        axis.set_title(f"{preset.name}\n{heads_of(preset)}, {mask}", fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length", fontsize=8)
     labels = {name: f"mha_ext {name.removeprefix('ours-')}" if name in ours else name for name in colors}

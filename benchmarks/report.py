@@ -5,42 +5,62 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mha_ext
-from benchmarks.cases import GROUPS, Case
+from benchmarks.cases import GROUPS
 from benchmarks.harness import Result
 from benchmarks.roofline import Ceilings, case_bytes, case_flops
+from benchmarks.tables import (
+    Column,
+    Comparison,
+    compared,
+    milliseconds,
+    overview,
+    percent,
+    ratio_text,
+    rivals_of,
+    significant,
+    table,
+)
 
 NOISY = 0.1  # half the interquartile range over the median
 
-__all__ = ["Report", "ceilings_line", "environment_lines", "environment_of", "table"]
+__all__ = ["Report", "environment_lines", "environment_of"]
 
-SPEEDUP = "speed-up = torch's time / ours: above 1, ours is faster; ± is half the interquartile range of the samples"
+SPEEDUP = "speed-up = their time / ours: above 1, ours is faster; ± is half the interquartile range of the samples"
 CONVENTION = (
-    "TFLOP/s and GFLOP/s count 4 B H L L D for a forward, 3.5 times that with the backward, half of it when causal"
+    "TFLOP/s and GFLOP/s count 4 B H L L D for a forward, 3.5 times that with the backward, half of it when causal, "
+    "what is visible under other masks; peak is their share of what multiply-adds in registers reach, mask costs the "
+    "time of a visible pair beyond that of the same call without a mask, error / torch's our relative error against "
+    "fp64 over that of torch's own call"
 )
 
 
 def environment_of(device: torch.device, command: str) -> dict[str, Any]:
     """Everything about the machine and the software that the numbers depend on."""
-    from mha_ext._extension import build_info
+    from mha_ext._extension import build_info, extension
 
     facts: dict[str, Any] = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
+        "device_type": device.type,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
+        "cpu_target": extension.cpu_target() if extension else None,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "onnxruntime": version_of("onnxruntime"),
         "mha_ext": mha_ext.__version__,
         "mha_ext_at": str(Path(mha_ext.__file__).parent),
         "build": build_info,
@@ -60,6 +80,14 @@ def environment_of(device: torch.device, command: str) -> dict[str, Any]:
             "sm_clock_mhz_max": nvidia_smi("clocks.max.sm"),
         }
     return facts
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_name() -> str:
@@ -86,36 +114,16 @@ def nvidia_smi(field: str) -> str | None:
 def environment_lines(facts: dict[str, Any]) -> list[str]:
     """The part of the environment that a reader wants first."""
     more = f", driver {facts['driver']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}" if "driver" in facts else ""
+    threads = f"{facts['threads']} CPU threads on {facts['cpus']} CPUs"
+    ours = f"mha_ext {facts['mha_ext']}" + (f" ({facts['cpu_target']} on the CPU)" if facts["cpu_target"] else "")
+    onnx = f", ONNX Runtime {facts['onnxruntime']}" if facts["onnxruntime"] else ""
     lines = [
-        f"{facts['device']}, {facts['threads']} CPU threads{more}",
-        f"torch {facts['torch']}, mha_ext {facts['mha_ext']}, Python {facts['python']}, {facts['date']}",
+        f"{facts['device']}, {threads}{more}",
+        f"{ours}, torch {facts['torch']}{onnx}, Python {facts['python']}, {facts['date']}",
     ]
     for name, reason in facts["backends"].items():
         lines.append(f"backend {name}: {reason or 'available'}")
     return lines
-
-
-def ceilings_line(ceilings: Ceilings) -> str:
-    """What the machine was measured to do."""
-    rates = ", ".join(
-        f"{str(dtype).removeprefix('torch.')} product {rate / 1e12:.0f} TFLOP/s"
-        for dtype, rate in ceilings.flops_per_second.items()
-    )
-    return f"measured ceilings: copy {ceilings.bytes_per_second / 1e12:.2f} TB/s (read + write), {rates}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """An aligned Markdown table; the first column to the left, the others to the right."""
-    lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-
-    def joined(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join(padded)} |"
-
-    rule = f"|{'-' * (widths[0] + 2)}|{''.join('-' * (width + 1) + ':|' for width in widths[1:])}"
-    return [joined(lines[0]), rule, *[joined(line) for line in lines[1:]]]
 
 
 @dataclass(frozen=True)
@@ -127,25 +135,24 @@ class Report:
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
 
-    def tables(self) -> dict[tuple[str, str, str], dict[Case, list[Result]]]:
-        """Results by table (group, pass, dtype) and case, the tables in the order of GROUPS."""
-        made: dict[tuple[str, str, str], dict[Case, list[Result]]] = {}
+    def tables(self) -> dict[tuple[str, str, str], list[Result]]:
+        """Results by table (group, pass, dtype), the tables in the order of GROUPS."""
+        made: dict[tuple[str, str, str], list[Result]] = {}
         for group, kinds in GROUPS.items():
             members = [result for result in self.results if result.case.kind in kinds]
             for result in sorted(members, key=lambda result: kinds.index(result.case.kind)):
-                table_of = made.setdefault((group, result.case.pass_name, result.case.dtype_name), {})
-                table_of.setdefault(result.case, []).append(result)
+                made.setdefault((group, result.case.pass_name, result.case.dtype_name), []).append(result)
         return made
 
     def on_gpu(self) -> bool:
-        """Whether there is a GPU's memory and roofline to speak of."""
-        return self.ceilings is not None
+        """Whether there is a GPU's memory to speak of."""
+        return self.environment.get("device_type") == "cuda"
 
     def rate(self, result: Result) -> tuple[float, str]:
-        """Work per second and its unit: operations, or bytes where a case only moves bytes."""
+        """Work per second and its unit: operations, or bytes where a case is made of moving bytes."""
         assert result.seconds is not None
         flops = case_flops(result.case)
-        if flops:
+        if flops and result.case.kind != "decode":
             return (
                 (flops / result.seconds / 1e12, "TFLOP/s")
                 if self.on_gpu()
@@ -159,58 +166,94 @@ class Report:
             return None
         return self.ceilings.floor_seconds(result.case) / result.seconds
 
+    def peak_share(self, result: Result) -> float | None:
+        """Operations per second over the most that was measured."""
+        flops = case_flops(result.case)
+        if self.ceilings is None or result.seconds is None or not flops:
+            return None
+        return flops / result.seconds / self.ceilings.flops_per_second[result.case.dtype]
+
     def summary_lines(self) -> list[str]:
-        """One table per group, pass and dtype: a row per case and backend of ours, against torch's contenders."""
+        """One table per group, pass and dtype: a row per case and backend of ours, against the others."""
         lines = []
         for names, members in self.tables().items():
-            lines += ["", f"### {', '.join(names)}", "", *self.summary_table(members)]
+            lines += ["", f"### {', '.join(names)}", "", *self.summary_table(names[0], members)]
+        lines += self.together()
         return [*lines, "", f"{SPEEDUP}. {CONVENTION}.", *self.note_lines()]
 
-    def summary_table(self, members: dict[Case, list[Result]]) -> list[str]:
+    def together(self) -> list[str]:
+        """Means and worst cases over several tables."""
+        lines = []
+        for kinds in (("attention", "mask", "decode"), ("module",)):
+            told = overview(compared(result for result in self.results if result.case.kind in kinds))
+            lines += ["", f"### all together: {', '.join(kinds)}", "", *told] if told else []
+        return lines
+
+    def summary_table(self, group: str, members: Sequence[Result]) -> list[str]:
         """The rows of one group, pass and dtype."""
-        timed = [result for results in members.values() for result in results if result.seconds is not None]
-        rivals = list(dict.fromkeys(result.contender for result in timed if not result.ours))
-        each = rivals if len(rivals) > 1 else []
-        units = {self.rate(result)[1] for result in timed}
-        unit = units.pop() if len(units) == 1 else None
-        gpu = ["roofline", "MiB"] if self.on_gpu() else []
-        header = ["case", "ours", "ms", "±", unit or "rate", *gpu, "best of torch", "ms", "speed-up"]
-        header += [f"vs {name.removeprefix('sdpa-')}" for name in each]
-        rows = []
-        for case, results in members.items():
-            theirs = {r.contender: r.seconds for r in results if not r.ours and r.seconds is not None}
-            best = min(theirs, key=lambda name: theirs[name]) if theirs else None
-            label = case.label if case.kind in ("attention", "module") else f"{case.kind} {case.label}"
-            ours: list[Result | None] = [r for r in results if r.ours and r.status != "unavailable"]
-            for result in ours or [None]:
-                row = [label, *self.our_cells(result, with_unit=unit is None)]
-                row += [best.removeprefix("sdpa-"), milliseconds(theirs[best])] if best else ["-", "-"]
-                row.append(ratio(theirs.get(best or ""), result))
-                row += [ratio(theirs.get(name), result) for name in each]
-                rows.append(row)
-        return table(header, rows)
+        units = {self.rate(result)[1] for result in members if result.seconds is not None}
+        columns = self.columns(group, units.pop() if len(units) == 1 else None, rivals_of(compared(members)))
+        rows = [[column.text(row) or "-" for column in columns] for row in compared(members)]
+        return table([column.header for column in columns], rows)
 
-    def our_cells(self, result: Result | None, with_unit: bool) -> list[str]:
-        """Backend, ms, spread, rate and, on a GPU, share of the roofline and peak memory."""
-        if result is None:
-            return ["none available", *["-"] * (5 if self.on_gpu() else 3)]
-        name = result.contender.removeprefix("ours-")
-        if result.seconds is None:
-            return [f"{name}: {result.status}", *["-"] * (5 if self.on_gpu() else 3)]
-        return [name, *self.measured_cells(result, with_unit)]
+    def columns(self, group: str, unit: str | None, rivals: Sequence[str]) -> list[Column]:
+        """What a table of this group shows; `unit` None: a unit of its own in each row."""
 
-    def measured_cells(self, result: Result, with_unit: bool = True) -> list[str]:
-        """ms, spread, rate and, on a GPU, share of the roofline and peak memory."""
-        assert result.seconds is not None
-        value, unit = self.rate(result)
-        cells = [
-            milliseconds(result.seconds),
-            f"{result.spread or 0:.0%}",
-            f"{significant(value)} {unit}" if with_unit else significant(value),
+        def label(row: Comparison) -> str:
+            return f"{row.case.kind} {row.case.label}" if group == "parts" else row.case.label
+
+        def name(row: Comparison) -> str:
+            if row.ours is None:
+                return "none available"
+            backend = row.ours.contender.removeprefix("ours-")
+            return backend if row.ours.seconds is not None else f"{backend}: {row.ours.status}"
+
+        def ours(text: Callable[[Result], str | None]) -> Callable[[Comparison], str | None]:
+            return lambda row: None if row.ours is None or row.ours.seconds is None else text(row.ours)
+
+        def time_of(result: Result) -> str:
+            assert result.seconds is not None
+            return significant(result.seconds * 1e6) if group == "call" else milliseconds(result.seconds)
+
+        def rate(result: Result) -> str:
+            value, its_unit = self.rate(result)
+            return significant(value) if unit else f"{significant(value)} {its_unit}"
+
+        def best(row: Comparison) -> str | None:
+            rival = row.best_rival()
+            return rival.removeprefix("sdpa-") if rival else None
+
+        def best_time(row: Comparison) -> str | None:
+            rival = row.best_rival()
+            return time_of(row.timed[rival]) if rival else None
+
+        time_unit = "µs" if group == "call" else "ms"
+        columns = [
+            Column("case", label),
+            Column("ours", name),
+            Column(time_unit, ours(time_of)),
+            Column("±", ours(lambda result: percent(result.spread))),
         ]
+        if group != "call":
+            columns.append(Column(unit or "rate", ours(rate)))
         if self.on_gpu():
-            cells += [f"{self.roofline_share(result) or 0:.0%}", f"{(result.peak_bytes or 0) / 2**20:.0f}"]
-        return cells
+            columns.append(Column("roofline", ours(lambda result: percent(self.roofline_share(result)))))
+            columns.append(Column("MiB", ours(lambda result: f"{(result.peak_bytes or 0) / 2**20:.0f}")))
+        elif group in ("attention", "masks", "module"):
+            columns.append(Column("peak", ours(lambda result: percent(self.peak_share(result)))))
+        if group == "masks":
+            columns.append(Column("mask costs", lambda row: percent(row.mask_cost())))
+        if group == "decode":
+            columns.append(Column("of read loop", lambda row: percent(row.read_share())))
+        columns += [
+            Column("best other", best),
+            Column(time_unit, best_time),
+            Column("speed-up", lambda row: ratio_text(row.speedup(row.best_rival()))),
+        ]
+        for rival in rivals if len(rivals) > 1 else ():
+            columns.append(Column(f"vs {rival.removeprefix('sdpa-')}", partial(versus, rival)))
+        columns.append(Column("error / torch's", lambda row: ratio_text(row.error_ratio())))
+        return columns
 
     def note_lines(self) -> list[str]:
         """Why some were not timed, each reason once, and the notes of the run."""
@@ -236,22 +279,28 @@ class Report:
 
     def detail_lines(self) -> list[str]:
         """Every contender of every case in one table."""
-        gpu = ["roofline", "MiB"] if self.on_gpu() else []
-        header = ["case", "dtype", "pass", "contender", "ms", "±", "rate", *gpu, "relative error", "samples x calls"]
+        more = ["roofline", "MiB"] if self.on_gpu() else ["peak"]
+        header = ["case", "dtype", "pass", "contender", "ms", "±", "rate", *more, "relative error", "samples x calls"]
         rows = []
         for result in self.results:
             case = result.case
             start = [f"{case.kind} {case.label}", case.dtype_name, case.pass_name, result.contender]
             if result.seconds is None:
                 rows.append([*start, result.status, *["-"] * (len(header) - 5)])
-            else:
-                counts = f"{result.samples} x {result.launches}"
-                rows.append([*start, *self.measured_cells(result), f"{result.error:.1e}", counts])
+                continue
+            value, unit = self.rate(result)
+            rate = "-" if result.yardstick else f"{significant(value)} {unit}"
+            shares = [percent(None if result.yardstick else self.peak_share(result)) or "-"]
+            if self.on_gpu():
+                shares = [percent(self.roofline_share(result)) or "-", f"{(result.peak_bytes or 0) / 2**20:.0f}"]
+            counts = f"{result.samples} x {result.launches}"
+            measured = [milliseconds(result.seconds), percent(result.spread) or "-", rate, *shares]
+            rows.append([*start, *measured, f"{result.error:.1e}", counts])
         return table(header, rows)
 
     def write_markdown(self, file: Path) -> None:
         """Environment, summary and every contender."""
-        lines = [*environment_lines(self.environment), *([ceilings_line(self.ceilings)] if self.ceilings else [])]
+        lines = [*environment_lines(self.environment), *([self.ceilings.how] if self.ceilings else [])]
         lines = [*(f"- {line}" for line in lines), f"- `{self.environment['command']}`", *self.summary_lines()]
         file.write_text("\n".join([*lines, "", "### every contender", "", *self.detail_lines()]) + "\n")
 
@@ -261,6 +310,7 @@ class Report:
             "environment": self.environment,
             "ceilings": self.ceilings
             and {
+                "how": self.ceilings.how,
                 "bytes_per_second": self.ceilings.bytes_per_second,
                 "flops_per_second": {str(dtype): rate for dtype, rate in self.ceilings.flops_per_second.items()},
             },
@@ -273,30 +323,17 @@ class Report:
         """One result with its case, its work and its rates."""
         case = result.case
         return {
-            **{name: getattr(case, name) for name in ("kind", "batch", "length", "is_causal", "training")},
+            **{name: getattr(case, name) for name in ("kind", "batch", "queries", "length", "mask", "training")},
             **{"preset": case.preset.name, "dtype": case.dtype_name},
             **{f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "case"},
             "spread": result.spread,
             "flops": case_flops(case),
             "bytes": case_bytes(case),
             "roofline_share": self.roofline_share(result),
+            "peak_share": self.peak_share(result),
         }
 
 
-def milliseconds(seconds: float) -> str:
-    """Three significant digits."""
-    return significant(seconds * 1e3)
-
-
-def significant(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
-
-
-def ratio(theirs: float | None, ours: Result | None) -> str:
-    """Their time over ours, `-` where one is missing."""
-    if theirs is None or ours is None or ours.seconds is None:
-        return "-"
-    return f"{theirs / ours.seconds:.2f}"
+def versus(rival: str, row: Comparison) -> str | None:
+    """How many times as long this rival takes."""
+    return ratio_text(row.speedup(rival))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,16 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import cli, contenders, harness, report, roofline
-from benchmarks.cases import GROUPS, PLANS, PRESETS, Case, cases_of
+from benchmarks import cli, harness, judgement, onnx_runtime, peak, report, roofline
+from benchmarks.cases import GROUPS, MASKS, PLANS, PRESETS, Case, Plan, Sweep, cases_of
 from benchmarks.contenders import Contender, Workload
+from mha_ext import backends
 
 CPU = torch.device("cpu")
+HAS_KERNELS = backends.available()["cpu"] is None
+PLAIN = "reference" if HAS_KERNELS else "ours-reference"  # one of ours only where there is no other
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(harness, "SAMPLE_SECONDS", {"cpu": 0.001, "cuda": 0.01})
+    monkeypatch.setattr(peak, "SECONDS", 0.001)
+    monkeypatch.setattr(peak, "LARGE_BYTES", 1 << 20)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take most of the time
     yield
@@ -30,7 +36,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def case_of(preset: str = "gpt2", **changes: object) -> Case:
-    made = Case("attention", PRESETS[preset], 2, 24, torch.float32, PRESETS[preset].is_causal, training=False)
+    mask = "causal" if PRESETS[preset].is_causal else "full"
+    made = Case("attention", PRESETS[preset], 2, 24, torch.float32, mask, training=False)
     return dataclasses.replace(made, **changes)
 
 
@@ -40,7 +47,7 @@ def case_of(preset: str = "gpt2", **changes: object) -> Case:
 def test_flops_of_attention_by_hand() -> None:
     llama = case_of("llama-2-70b", batch=1, length=8192, dtype=torch.bfloat16)
     assert roofline.case_flops(llama) == 1_099_511_627_776  # 1.10e12: causal counts half
-    assert roofline.case_flops(dataclasses.replace(llama, is_causal=False)) == 2 * 1_099_511_627_776
+    assert roofline.case_flops(dataclasses.replace(llama, mask="full")) == 2 * 1_099_511_627_776
     assert roofline.case_flops(dataclasses.replace(llama, training=True)) == 3.5 * 1_099_511_627_776
     # A published figure reads back: 1.708 ms are 644 TFLOP/s.
     assert roofline.case_flops(llama) / 1.708e-3 == pytest.approx(644e12, rel=1e-3)
@@ -57,7 +64,7 @@ def test_bytes_of_attention_by_hand() -> None:
 
 
 def test_floor_is_the_larger_of_operations_and_bytes() -> None:
-    ceilings = roofline.Ceilings(4.3e12, {torch.bfloat16: 790e12})
+    ceilings = roofline.Ceilings(4.3e12, {torch.bfloat16: 790e12}, "as if")
     llama = case_of("llama-2-70b", batch=1, length=8192, dtype=torch.bfloat16)
     assert ceilings.floor_seconds(llama) == pytest.approx(1.39e-3, rel=2e-3)
     # 2 * 16384 * 3 * 768 numbers of 2 bytes once in and once out
@@ -99,29 +106,79 @@ def test_presets_are_the_published_models() -> None:
         "gpt2": (12, 12, 768),
         "gpt2-medium": (16, 16, 1024),
         "llama-7b": (32, 32, 4096),
+        "llama-7b-quarter": (8, 8, 1024),
+        "llama-3-8b": (32, 8, 4096),
         "llama-2-70b": (64, 8, 8192),
+        "tiny": (1, 1, 8),
     }
-    assert [name for name, preset in PRESETS.items() if not preset.is_causal] == ["bert-base", "bert-large"]
+    assert [name for name, preset in PRESETS.items() if not preset.is_causal] == ["bert-base", "bert-large", "tiny"]
+
+
+BOTH_WAYS = set(itertools.product(("attention", "module", *GROUPS["parts"]), (False, True)))
+ON_CPU = BOTH_WAYS | {(kind, False) for kind in ("mask", "decode", "call")}
 
 
 @pytest.mark.parametrize("key", PLANS, ids="-".join)
-def test_every_plan_measures_all_presets_and_all_parts_both_ways(key: tuple[str, str]) -> None:
+def test_every_plan_measures_attention_module_and_parts_both_ways(key: tuple[str, str]) -> None:
     cases = cases_of(PLANS[key])
     assert len(cases) == len(set(cases))
-    assert {(case.kind, case.training) for case in cases} == set(
-        itertools.product(itertools.chain(*GROUPS.values()), (False, True))
-    )
-    assert {case.preset.name for case in cases if case.kind == "attention"} == set(PRESETS)
+    kinds = ON_CPU if key[0] == "cpu" else BOTH_WAYS
+    assert {(case.kind, case.training) for case in cases} == kinds
     assert all(case.preset.num_heads == case.preset.num_kv_heads for case in cases if case.kind == "module")
-    assert all(case.is_causal == case.preset.is_causal for case in cases)
-    first = cases[: 2 * sum(len(kinds) for kinds in GROUPS.values())]
-    assert len({(case.kind, case.training) for case in first}) == len(first), "a short run has some of everything"
+    assert len({(case.kind, case.training) for case in cases[: len(kinds)]}) == len(kinds), "a short run has them all"
+
+
+def test_the_default_on_a_cpu_has_every_shape_that_the_kernels_are_judged_by() -> None:
+    cases = cases_of(PLANS["cpu", "default"])
+    of_attention = [case for case in cases if case.kind in ("attention", "mask", "decode")]
+    for dtype in (torch.float32, torch.bfloat16):
+        forward = [case for case in of_attention if case.dtype == dtype and not case.training]
+        assert len(forward) >= 24
+        assert {case.queries for case in forward} >= {1, 16, 64, 128, 512, 2048, 4096}
+        assert {case.preset.head_dim for case in forward} == {64, 128}
+        assert {case.mask for case in forward} == set(MASKS)
+        assert {case.queries for case in forward if case.mask == "causal"} >= {16, 64, 128, 512, 2048, 4096}
+        assert any(case.preset.num_heads > case.preset.num_kv_heads > 1 for case in forward)
+        decoded = [case for case in forward if case.kind == "decode"]
+        assert {(case.preset.num_heads, case.preset.num_kv_heads) for case in decoded} == {(32, 32), (32, 8)}
+        assert all((case.length, case.preset.head_dim) == (4096, 128) for case in decoded)
+    trained = {case.dtype for case in of_attention if case.training}
+    assert trained == {torch.float32, torch.bfloat16, torch.float16}
+    modules = {
+        (case.batch, case.length, case.preset.embed_dim, case.training) for case in cases if case.kind == "module"
+    }
+    assert modules >= {(2, 128, 768, False), (2, 128, 768, True)}
+    (call,) = [case for case in cases if case.kind == "call"]
+    assert (call.batch, call.preset.num_heads, call.queries, call.preset.head_dim) == (1, 1, 4, 8)
 
 
 def test_selection_by_hand() -> None:
-    plan = dataclasses.replace(PLANS["cpu", "quick"], presets=("gpt2",), lengths=(128, 4096), tokens=512)
-    cases = cases_of(plan, ["attention"], passes=(True,), is_causal=False)
-    assert [case.label for case in cases] == ["gpt2 4x128 full", "gpt2 1x4096 full"]
+    plan = Plan((Sweep("attention", ("gpt2",), ((4, 128), (1, 4096)), (torch.float32,)),), 512, 3, 1.0)
+    assert [case.label for case in cases_of(plan, ["attention"], passes=(True,))] == [
+        "gpt2 4x128 causal",
+        "gpt2 1x4096 causal",
+    ]
+    assert cases_of(plan, ["module"]) == []
+
+
+def test_the_command_line_overrules_a_plan() -> None:
+    sizes = ["--presets", "gpt2", "--lengths", "128", "4096", "--tokens", "512"]
+    arguments = cli.parser().parse_args([*sizes, "--dtypes", "bf16", "--passes", "training", "--mask", "full"])
+    plan = cli.plan_of(arguments, "cpu")
+    labels = [(case.label, case.dtype) for case in cases_of(plan, ["attention"], cli.PASSES[arguments.passes])]
+    assert labels == [("gpt2 4x128 full", torch.bfloat16), ("gpt2 1x4096 full", torch.bfloat16)]
+    (call,) = cases_of(plan, ["call"])
+    assert (call.preset.name, call.length) == ("tiny", 4)
+
+
+def test_visible_pairs_by_counting() -> None:
+    for mask in MASKS:
+        case = case_of("bert-base", kind="mask", mask=mask)
+        rows = torch.arange(case.queries)
+        hidden = judgement.Masking(case).hidden(rows)
+        pairs = case.queries * case.length
+        seen = pairs if hidden is None else pairs - int(hidden.expand(case.queries, -1).sum())
+        assert case.visible == (pairs / 2 if mask == "causal" else seen)  # of causal, half: the usual convention
 
 
 # Judgement -----------------------------------------------------------------------------------------------------------
@@ -227,7 +284,7 @@ def test_module_and_parts_are_judged_too(kind: str, training: bool) -> None:
 
 
 def test_long_sequences_are_judged_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "CHUNK", 7)
+    monkeypatch.setattr(judgement, "CHUNK", 7)
     results = measured(case_of("llama-2-70b", training=True), only=("math", "flash"))
     assert [result.status for result in results.values()] == ["timed", "timed"]
     assert max(result.error for result in results.values()) < 1e-6
@@ -237,7 +294,7 @@ def test_what_is_not_available_says_why() -> None:
     results = measured(case_of())
     assert results["sdpa-cudnn"].status == results["sdpa-efficient"].status == "unavailable"
     assert "CUDA" in results["sdpa-cudnn"].reason
-    assert results["sdpa-flash"].status == results["ours-reference"].status == "timed"
+    assert results["sdpa-flash"].status == results[PLAIN].status == "timed"
 
     def refuse(*_: Tensor) -> Tensor:
         raise ValueError("too small a head")
@@ -259,7 +316,7 @@ def test_a_backend_that_appears_is_measured_by_name(monkeypatch: pytest.MonkeyPa
 def test_score_matrices_that_do_not_fit_are_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "free_bytes", lambda _: 1000)
     results = measured(case_of())
-    assert results["ours-reference"].status == results["sdpa-math"].status == "no memory"
+    assert results[PLAIN].status == results["sdpa-math"].status == "no memory"
     assert "score matrices would need" in results["sdpa-math"].reason
     assert results["sdpa-flash"].status == "timed"
     whole = measured(case_of(kind="masked_softmax"))
@@ -289,11 +346,153 @@ def test_reasons_leave_out_that_the_others_are_switched_off() -> None:
     assert harness.refusal(told) == "Both fused kernels require the last dimension to be 8."
 
 
+# What there is on a CPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_everyone_computes_every_mask(mask: str) -> None:
+    results = measured(case_of("bert-base", kind="mask", mask=mask), only=("ours", "sdpa", "reference"))
+    expected = {"sdpa-math", "sdpa-flash", PLAIN, "no mask, ours-cpu" if HAS_KERNELS else "no mask, ours-reference"}
+    assert {name for name, result in results.items() if result.status == "timed"} >= expected
+    assert not [result for result in results.values() if result.status in ("wrong", "failed")]
+    assert [name for name, result in results.items() if result.yardstick] == [n for n in results if "no mask" in n]
+
+
+def wrong_mask(workload: Workload) -> list[Contender]:
+    chosen = [contender for contender in workload.contenders() if contender.name == "sdpa-math"]
+    plain = torch.nn.functional.scaled_dot_product_attention
+    return [dataclasses.replace(contender, forward=plain) for contender in chosen]
+
+
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "full"])
+def test_a_mask_that_is_left_out_is_noticed(mask: str) -> None:
+    results = measured(case_of("bert-base", kind="mask", mask=mask), select=wrong_mask)
+    assert results["sdpa-math"].status == "wrong"
+
+
+CACHED = [("llama-3-8b", "decode", "full"), ("llama-7b", "decode", "full"), ("llama-3-8b", "attention", "causal")]
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "mask"), [*(("bert-base", "attention", mask) for mask in MASKS), *CACHED], ids=str
+)
+def test_onnx_runtime_computes_the_same(preset: str, kind: str, mask: str) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    result = measured(case_of(preset, kind=kind, mask=mask), only=("onnxruntime",))["onnxruntime"]
+    assert (result.status, result.reason) == ("timed", "")
+    assert result.error < 1e-5
+
+
+def test_without_onnx_runtime_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    results = measured(case_of("bert-base"), only=("onnxruntime", "flash"))
+    assert results["onnxruntime"].status == "unavailable"
+    assert "onnxruntime is not installed" in results["onnxruntime"].reason
+    assert results["sdpa-flash"].status == "timed"
+
+
+def test_what_onnx_runtime_is_not_asked_for() -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    for changes in ({"dtype": torch.bfloat16}, {"training": True}):
+        assert "float32, forward" in onnx_runtime.refusal(case_of(**changes), CPU)
+    assert "always causal" in onnx_runtime.refusal(case_of("llama-3-8b", mask="bias"), CPU)
+
+
+@pytest.fixture
+def loops() -> peak.Loops:
+    found, why_not = peak.load_loops()
+    if found is None:
+        pytest.skip(why_not)
+    return found
+
+
+def test_the_loops_do_what_they_say(loops: peak.Loops) -> None:
+    numbers = torch.randint(-(2**63), 2**63 - 1, (1003,))
+    for part in (numbers, numbers[:7], numbers[3:200], numbers[:0]):
+        assert loops.read(part) == int(part.sum())
+    torch.set_num_threads(3)  # more threads than divide the words
+    assert loops.read(numbers) == int(numbers.sum())
+    torch.set_num_threads(1)
+    assert 1e8 < loops.flops_per_second(torch.float32) < 1e12
+    if loops.has_bf16_dot():
+        assert loops.flops_per_second(torch.bfloat16) > loops.flops_per_second(torch.float32)
+
+
+def test_decoding_is_compared_with_a_loop_that_reads(loops: peak.Loops, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("llama-3-8b", kind="decode", mask="full", dtype=torch.bfloat16)
+    results = measured(case, only=("ours", "read"))
+    assert results["read loop"].status == "timed"
+    assert results["read loop"].yardstick
+    monkeypatch.setattr(peak.Loops, "read", lambda *_: 0)
+    assert measured(case, only=("read",))["read loop"].status == "wrong"
+
+
+def test_without_a_compiler_there_are_no_peaks_and_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    peak.load_loops.cache_clear()
+    try:
+        assert (
+            tiny(tmp_path, "--groups", "attention", "decode", "--passes", "forward", "--contenders", "ours", "read")
+            == 0
+        )
+    finally:
+        peak.load_loops.cache_clear()
+    said = capsys.readouterr().out
+    assert "no peaks were measured: there is no C++ compiler (no-such-compiler is not on PATH)" in said
+    assert "No shares of a peak" in said
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept["ceilings"] is None
+    assert {result["peak_share"] for result in kept["results"]} == {None}
+    read = [result["status"] for result in kept["results"] if result["contender"] == "read loop"]
+    assert set(read) == {"unavailable"}
+    assert not (tmp_path / "roofline.png").exists()
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    peak.load_loops.cache_clear()
+    try:
+        assert peak.load_loops()[0] is None
+        assert "false does not build peak.cpp" in peak.load_loops()[1]
+    finally:
+        peak.load_loops.cache_clear()
+
+
+def test_a_short_call_asks_for_no_backend() -> None:
+    results = measured(case_of("tiny", kind="call", batch=1, length=4))
+    assert [result.status for result in results.values()] == ["timed", "timed"]
+    assert results["sdpa"].launches > 1
+
+
+def test_threads_are_those_asked_for_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--groups", "attention", "--passes", "forward", "--contenders", "flash")
+    assert tiny(tmp_path, *sizes, "--threads", "2") == 0
+    assert torch.get_num_threads() == 2
+    assert "2 CPU threads" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["environment"]["threads"] == 2
+
+
 # A run ---------------------------------------------------------------------------------------------------------------
 
 
 def tiny(out: Path, *more: str) -> int:
-    sizes = ("--presets", "gpt2", "llama-2-70b", "--lengths", "16", "--tokens", "32", "--repeats", "3")
+    sizes = (
+        "--presets",
+        "gpt2",
+        "llama-3-8b",
+        "--lengths",
+        "16",
+        "--tokens",
+        "32",
+        "--repeats",
+        "3",
+        "--dtypes",
+        "fp32",
+    )
     return cli.main(["--device", "cpu", *sizes, "--out", str(out), *more])
 
 
@@ -312,20 +511,20 @@ def test_a_small_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert kept["environment"]["torch"] == torch.__version__
     timed = [result for result in kept["results"] if result["status"] == "timed"]
     assert {result["status"] for result in kept["results"]} == {"timed", "unavailable"}
-    assert {(result["kind"], result["training"]) for result in timed} == set(
-        itertools.product(itertools.chain(*GROUPS.values()), (False, True))
-    )
+    assert {(result["kind"], result["training"]) for result in timed} == ON_CPU
     for result in timed:
         low, high = result["quartiles"]
         assert 0 < result["fastest"] <= low <= result["seconds"] <= high
         assert result["error"] < harness.tolerance(torch.float32)
     assert "### every contender" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+    if peak.load_loops()[0]:
+        assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_budget_ends_a_run_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tiny(tmp_path, "--budget", "0") == 0
-    assert "22 of 22 cases left out" in capsys.readouterr().out
+    assert "35 of 35 cases left out" in capsys.readouterr().out
     assert json.loads((tmp_path / "results.json").read_text())["results"] == []
 
 
@@ -360,23 +559,69 @@ def test_a_small_run_on_a_gpu(tmp_path: Path) -> None:
 # Tables and the script -----------------------------------------------------------------------------------------------
 
 
-def result_of(contender: str, seconds: float, spread: float = 0.0) -> harness.Result:
+def result_of(
+    contender: str, seconds: float, spread: float = 0.0, case: Case | None = None, yardstick: bool = False
+) -> harness.Result:
     quartiles = (seconds * (1 - spread), seconds * (1 + spread))
     return harness.Result(
-        case_of(), contender, contender.startswith("ours"), "timed", error=1e-7, seconds=seconds, quartiles=quartiles,
-        fastest=seconds, samples=3, launches=1, input_sets=1,
+        case or case_of(), contender, contender.startswith("ours"), "timed", error=1e-7, seconds=seconds,
+        quartiles=quartiles, fastest=seconds, samples=3, launches=1, input_sets=1, yardstick=yardstick,
     )  # fmt: skip
 
 
 def test_table_is_aligned_and_compares_with_the_best_and_with_each() -> None:
     results = tuple(itertools.starmap(result_of, [("ours-x", 2e-3), ("sdpa-math", 6e-3), ("sdpa-flash", 1e-3)]))
     lines = report.Report({}, None, results).summary_lines()
-    table = [line for line in lines if line.startswith("|")]
+    table = lines[3 : lines.index("", 3)]
     assert len({len(line) for line in table}) == 1
     cells = [cell.strip() for cell in table[2].strip("|").split("|")]
     # 4 * 2 * 12 * 24 * 24 * 64 / 2 operations in 2 ms
-    assert cells == ["gpt2 2x24 causal", "x", "2.00", "0%", "0.885", "flash", "1.00", "0.50", "3.00", "0.50"]
+    assert cells == [
+        "gpt2 2x24 causal", "x", "2.00", "0%", "0.885", "-", "flash", "1.00", "0.50", "3.00", "0.50", "1.00",
+    ]  # fmt: skip
     assert not any("UNRELIABLE" in line for line in lines)
+
+
+def test_masks_decoding_and_the_peak_by_hand() -> None:
+    ceilings = roofline.Ceilings(1e9, {torch.float32: 1e9}, "as if")
+    window = case_of("bert-base", kind="mask", mask="window")  # 24 * 12 - 12 * 11 / 2 = 222 of 576 pairs
+    decode = case_of("llama-7b", kind="decode", mask="full")
+    results = (
+        result_of("ours-x", 2e-3, case=window),
+        result_of("sdpa-flash", 3e-3, case=window),
+        result_of("no mask, ours-x", 4e-3, case=window, yardstick=True),
+        result_of("ours-x", 2e-3, case=decode),
+        result_of("sdpa-math", 1e-2, case=decode),
+        result_of("read loop", 1e-3, case=decode, yardstick=True),
+    )
+    made = report.Report({"device_type": "cpu"}, ceilings, results)
+    masks, decoding, together = (
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        for lines in (*(made.summary_table(names[0], rows) for names, rows in made.tables().items()), made.together())
+    )
+    flops = 4 * 2 * 12 * 222 * 64
+    assert dict(zip(masks[0], masks[2], strict=True)) == {
+        "case": "bert-base 2x24 window", "ours": "x", "ms": "3.00", "±": "0%", "GFLOP/s": f"{flops / 2e6:.3f}",
+        "peak": f"{flops / 2e6:.0%}", "mask costs": f"{2 / 4 * 576 / 222 - 1:.0%}", "best other": "flash",
+        "speed-up": "1.50", "error / torch's": "1.00",
+    }  # fmt: skip
+    assert dict(zip(decoding[0], decoding[2], strict=True))["of read loop"] == "50%"
+    assert ["forward, float32", "sdpa-flash", "1", "1.50", "1.50", window.label] in together
+    assert ["forward, float32", "sdpa-math", "1", "5.00", "5.00", decode.label] in together
+    assert ["forward, float32", "error / torch's", "2", "-", "1.00", window.label] in together
+
+
+def test_a_gpus_columns_by_hand() -> None:
+    ceilings = roofline.Ceilings(1e12, {torch.float32: 1e12}, "as if")
+    ours = dataclasses.replace(result_of("ours-x", 2e-3), peak_bytes=3 << 20)
+    made = report.Report({"device_type": "cuda"}, ceilings, (ours, result_of("sdpa-math", 6e-3)))
+    header, _, row = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in made.summary_table("attention", made.results)
+    )
+    cells = dict(zip(header, row, strict=True))
+    floor = max(4 * 2 * 12 * 24 * 24 * 64 / 2, 4 * 2 * 12 * 24 * (4 * 64 + 1)) / 1e12
+    assert (cells["roofline"], cells["MiB"], cells["TFLOP/s"]) == (f"{floor / 2e-3:.0%}", "3", "0.001")
+    assert "peak" not in cells
 
 
 def test_a_busy_machine_is_mentioned() -> None:
