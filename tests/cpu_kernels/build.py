@@ -7,7 +7,6 @@ Each is cached by the content of all it was made from, in `$XDG_CACHE_HOME/mha_e
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -20,18 +19,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
+SIMDE_HEADER = HERE / "avx512_by_simde.h"
 sys.path.insert(0, str(ROOT))
 import build_backend  # noqa: E402
 
 FLAGS = ("-std=c++17", "-Og", "-g1", "-fno-omit-frame-pointer", "-pthread", "-w", f"-I{CSRC}")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-KEPT_EXECUTABLES = 40  # every state of the sources gives another
+KEPT_FILES = 200  # objects and executables; every state of the sources gives others
 
 # What makes a kernel's source be compiled for a processor: without it the intrinsics can be those of SIMDe.
 TARGET_PRAGMA = re.compile(
@@ -60,7 +61,14 @@ class Build:
 
 def targets() -> list[str]:
     """The targets of csrc/cpu, whether this machine runs them or not."""
-    return sorted(path.stem.removeprefix("attention_") for path in (CSRC / "cpu").glob("attention_*.cpp"))
+    names = {path.stem.removeprefix("attention_") for path in (CSRC / "cpu").glob("attention_*.cpp")}
+    return sorted(name for name in names if not name.startswith("backward_"))
+
+
+def sources(target: str) -> list[Path]:
+    """Of its kernels."""
+    found = [CSRC / "cpu" / f"attention_{kind}{target}.cpp" for kind in ("", "backward_")]
+    return [path for path in found if path.exists()]
 
 
 def builds() -> list[Build]:
@@ -108,7 +116,7 @@ def on_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-# ---- commands ----
+# ---- compiling ----
 
 
 @functools.cache
@@ -116,15 +124,59 @@ def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
-def _run(command: Sequence[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def cache_dir() -> Path:
+    """Where objects and executables are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mha_ext-cpu-kernels"
+
+
+def _included(text: str, seen: dict[Path, str]) -> None:
+    """All files of csrc and of this folder that a source includes, with their content."""
+    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
+        for path in (CSRC / name, HERE / name):
+            if path.is_file() and path not in seen:
+                seen[path] = path.read_text()
+                _included(seen[path], seen)
+
+
+def _cached(name: str, command: Sequence[str], text: str) -> Path:
+    """What the command makes of a C++ source, or of objects whose names hold their hash."""
+    seen: dict[Path, str] = {}
+    _included(text, seen)
+    if str(SIMDE_HEADER) in command:
+        seen[SIMDE_HEADER] = SIMDE_HEADER.read_text()
+    digest = hashlib.sha256()
+    for part in (*command, _version(command[0]), text, *(seen[path] for path in sorted(seen))):
+        digest.update(part.replace(str(ROOT), "").encode() + b"\0")
+    found = cache_dir() / f"{name}-{digest.hexdigest()[:24]}"
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(found)  # counts as new again
+        return found
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    source, made = found.with_suffix(f".{os.getpid()}.cpp"), found.with_suffix(f".{os.getpid()}.tmp")
+    if text:
+        source.write_text(text)
+    whole = [*command, *([str(source)] if text else []), "-o", str(made)]
+    try:
+        done = subprocess.run(whole, capture_output=True, text=True, check=False)
+    finally:
+        source.unlink(missing_ok=True)
     if done.returncode != 0:
-        raise BuildError(f"{what} did not compile\n{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        raise BuildError(f"{name} did not compile\n{shlex.join(whole)}\n{done.stderr[:4000]}")
+    made.rename(found)
+    return found
+
+
+def prune() -> None:
+    """Delete what has not been used for longest."""
+    files = sorted(cache_dir().glob("*-*"), key=lambda path: -path.stat().st_mtime)
+    for path in files[KEPT_FILES:]:
+        path.unlink(missing_ok=True)
 
 
 def simde_flags() -> list[str]:
     """What makes AVX-512 of this machine's AVX2."""
-    return ["-mavx2", "-mfma", "-mf16c", f"-isystem{simde()}", "-include", str(HERE / "avx512_by_simde.h")]
+    return ["-mavx2", "-mfma", "-mf16c", f"-isystem{simde()}", "-include", str(SIMDE_HEADER)]
 
 
 def without_target(source: Path) -> str:
@@ -135,107 +187,62 @@ def without_target(source: Path) -> str:
     return text
 
 
-def commands(build: Build, work: Path, executable: Path) -> list[list[str]]:
-    """The compiler's commands, in order; temporary files go to `work`."""
+def _compiler(build: Build) -> list[str]:
     if not build.emulated and build.target != "portable" and not on_x86():
         raise MissingError(f"{build.target} is a target of x86-64, this is {platform.machine()}")
-    compiler = aarch64_cxx() if build.emulated else cxx()
-    flags = [*FLAGS, *(SANITIZERS if build.sanitized else ())]
-    source, kernel = CSRC / "cpu" / f"attention_{build.target}.cpp", work / "kernel.o"
-    target_flags = []
+    return [aarch64_cxx() if build.emulated else cxx(), *FLAGS, *(SANITIZERS if build.sanitized else ())]
+
+
+def build_kernel(build: Build, source: Path) -> Path:
+    """One object of a target."""
+    text, flags = source.read_text(), []
     if build.by_simde:
-        target_flags = simde_flags()
-        copy = work / source.name
-        copy.write_text(without_target(source))
-        source = copy
-    link = ["-static"] if build.emulated else []
-    driver = [f"-DMHA_TEST_TARGET={build.target}", str(HERE / "driver.cpp"), str(kernel)]
-    return [
-        [compiler, *flags, *target_flags, "-c", str(source), "-o", str(kernel)],
-        [compiler, *flags, *driver, *link, "-o", str(executable)],
-    ]
+        text, flags = without_target(source), simde_flags()
+    return _cached(f"{build.name}-{source.stem}", [*_compiler(build), *flags, "-c"], text)
 
 
-# ---- the cache ----
+def build_main(build: Build) -> Path:
+    """The object of driver.cpp."""
+    command = [*_compiler(build), f"-DMHA_TEST_TARGET={build.target}", "-c"]
+    return _cached(f"{build.name}-driver", command, (HERE / "driver.cpp").read_text())
 
 
-def cache_dir() -> Path:
-    """Where executables are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mha_ext-cpu-kernels"
-
-
-def _digest(lines: Sequence[str]) -> str:
-    """Of a build's commands and all that they may read."""
-    digest = hashlib.sha256()
-    sources = [path for pattern in ("*.h", "attention/*.h", "cpu/**/*.*") for path in CSRC.glob(pattern)]
-    for path in sorted([*sources, *HERE.glob("*.h"), *HERE.glob("*.cpp")]):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    for line in lines:
-        digest.update(line.replace(str(ROOT), "").encode() + b"\0")
-    return digest.hexdigest()[:24]
-
-
-def _cached(name: str, key: str, make: list[list[str]], work: Path, executable: Path) -> Path:
-    found = cache_dir() / f"{name}-{key}"
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(found)  # counts as new again
-        return found
-    for command in make:
-        _run(command, name)
-    executable.rename(found)
-    newest = sorted((path for path in cache_dir().iterdir() if path.is_file()), key=lambda x: -x.stat().st_mtime)
-    for path in newest[KEPT_EXECUTABLES:]:
-        path.unlink(missing_ok=True)
-    return found
-
-
-@contextlib.contextmanager
-def _work_folder(name: str):  # type: ignore[no-untyped-def]
-    """Beside the cache, so that what is made there can be renamed into it."""
-    work = cache_dir() / f"{name}.{os.getpid()}.tmp"
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work)
-
-
-def build_driver(build: Build) -> Path:
-    """The executable, from the cache or from the compiler."""
-    with _work_folder(build.name) as work:
-        executable = work / "driver"
-        make = commands(build, work, executable)
-        lines = [shlex.join(command).replace(str(work), "") for command in make]
-        return _cached(build.name, _digest([*lines, _version(make[0][0])]), make, work, executable)
+def link(build: Build, objects: Sequence[Path]) -> Path:
+    """The executable."""
+    static = ["-static"] if build.emulated else []
+    return _cached(build.name, [*_compiler(build), *map(str, objects), *static], "")
 
 
 def build_intrinsics(native: bool) -> Path:
     """The comparison of intrinsics with their definitions: SIMDe's, or those of this machine."""
-    flags = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mf16c", "-mfma"]
+    features = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mf16c", "-mfma"]
+    command = [cxx(), *FLAGS, "-ffp-contract=off", *(features if native else simde_flags())]
     name = f"intrinsics_{'native' if native else 'simde'}"
-    with _work_folder(name) as work:
-        executable = work / "intrinsics"
-        command = [cxx(), *FLAGS, "-ffp-contract=off", *(flags if native else simde_flags())]
-        command += [str(HERE / "intrinsics.cpp"), "-o", str(executable)]
-        line = shlex.join(command).replace(str(work), "")
-        return _cached(name, _digest([line, _version(cxx())]), [command], work, executable)
+    return _cached(name, command, (HERE / "intrinsics.cpp").read_text())
 
 
-def start(names: Sequence[str]) -> dict[str, concurrent.futures.Future[Path]]:
-    """Build these at the same time, as many as there are cores (or MAX_JOBS); the slowest first."""
-    pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
-    slowest_first = sorted(names, key=lambda name: not BUILDS[name].by_simde)
-    futures = {name: pool.submit(build_driver, BUILDS[name]) for name in slowest_first}
+def start(names: Sequence[str]) -> dict[str, Future[Path]]:
+    """Build these at the same time, as many objects as there are cores (or MAX_JOBS)."""
+    pool = ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+    links = ThreadPoolExecutor(len(names))  # wait for objects more than they work
+
+    def finish(build: Build, objects: list[Future[Path]]) -> Path:
+        return link(build, [each.result() for each in objects])
+
+    executables = {}
+    for name in names:
+        build = BUILDS[name]
+        objects = [pool.submit(build_kernel, build, source) for source in sources(build.target)]
+        executables[name] = links.submit(finish, build, [*objects, pool.submit(build_main, build)])
     pool.shutdown(wait=False)
-    return futures
+    links.shutdown(wait=False)
+    return executables
 
 
 def main() -> None:
     """Build everything."""
-    futures = start(list(BUILDS))
-    names = {future: name for name, future in futures.items()}
-    for number, future in enumerate(concurrent.futures.as_completed(names), 1):
+    names = {future: name for name, future in start(list(BUILDS)).items()}
+    for number, future in enumerate(as_completed(names), 1):
         try:
             text = str(future.result())
         except MissingError as error:

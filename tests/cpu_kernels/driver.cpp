@@ -6,7 +6,7 @@
 //   number NAME VALUE
 //   input NAME BYTES     memory that the kernels read
 //   output NAME BYTES    memory that they write, whose bytes are the answer: in the order of these lines
-//   run
+//   forward, or backward
 //
 // Nothing lies behind the last byte of a tensor: with AddressSanitizer its redzone, else a page without access. What
 // was never written reads as NaN: memory is filled with ones, for the kernels' own as well. Every call has new threads
@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/backward_plan.h"
 #include "cpu/work_plan.h"
 #include "params.h"
 
@@ -95,7 +97,13 @@ class Memory {
 #endif
 };
 
+struct Floats : Memory {
+  explicit Floats(int64_t count) : Memory(count * sizeof(float)) {}
+  float* data() const { return reinterpret_cast<float*>(Memory::data()); }
+};
+
 struct Call {
+  std::string kind;
   std::map<std::string, std::string> numbers;
   std::map<std::string, std::unique_ptr<Memory>> tensors;
   std::vector<std::string> outputs;
@@ -123,8 +131,12 @@ struct Call {
 bool read_call(Call& call) {
   char line[256], kind[16], name[64], value[64];
   while (std::fgets(line, sizeof(line), stdin)) {
-    if (std::strcmp(line, "run\n") == 0) return true;
-    if (std::sscanf(line, "%15s %63s %63s", kind, name, value) != 3) fail(std::string("cannot read ") + line);
+    const int words = std::sscanf(line, "%15s %63s %63s", kind, name, value);
+    if (words == 1) {
+      call.kind = kind;
+      return true;
+    }
+    if (words != 3) fail(std::string("cannot read ") + line);
     if (std::strcmp(kind, "number") == 0) {
       call.numbers[name] = value;
       continue;
@@ -197,14 +209,14 @@ AttentionParams params_of(const Call& call) {
   return p;
 }
 
-// Work items 0 .. count - 1, each to the next thread that is free.
+// Calls work(i, thread) for each i below count, in the next thread that is free.
 template <typename Work>
 void in_threads(int threads, int64_t count, const Work& work) {
   std::atomic<int64_t> next{0};
   std::vector<std::thread> running;
   for (int t = 0; t < threads; ++t) {
-    running.emplace_back([&] {
-      for (int64_t i = next++; i < count; i = next++) work(i);
+    running.emplace_back([&, t] {
+      for (int64_t i = next++; i < count; i = next++) work(i, t);
     });
   }
   for (std::thread& thread : running) thread.join();
@@ -216,17 +228,86 @@ void forward(const Call& call) {
   const int threads = call.small("threads");
   cpu::WorkPlan plan = cpu::plan_tiles(params);
   plan.splits = call.small("splits");
-  std::unique_ptr<Memory> partial;
+  std::unique_ptr<Floats> partial;
   if (plan.splits > 1) {
     constexpr int kPartialHead = 3;
     plan.partial_stride = kPartialHead + params.head_dim_v;
-    partial = std::make_unique<Memory>(plan.units() * plan.max_rows * plan.partial_stride * sizeof(float));
-    plan.partial = reinterpret_cast<float*>(partial->data());
+    partial = std::make_unique<Floats>(plan.units() * plan.max_rows * plan.partial_stride);
+    plan.partial = partial->data();
   }
-  in_threads(threads, plan.units(), [&](int64_t unit) { kernels.run_unit(params, plan, unit); });
+  in_threads(threads, plan.units(), [&](int64_t unit, int) { kernels.run_unit(params, plan, unit); });
   if (plan.splits > 1) {
-    in_threads(threads, plan.tiles, [&](int64_t tile) { kernels.merge_splits(params, plan, tile); });
+    in_threads(threads, plan.tiles, [&](int64_t tile, int) { kernels.merge_splits(params, plan, tile); });
   }
+}
+
+// `parts` tensors of a gradient that the kernels add to, one behind the other.
+struct Parts {
+  int64_t count, each;
+  Floats memory;
+
+  Parts(int64_t count, int64_t each) : count(count), each(each), memory(count * each) {
+    std::fill(memory.data(), memory.data() + count * each, 0.f);
+  }
+  void add_up(float* to, int64_t part_stride, int64_t stride) const {
+    for (int64_t i = 0; i < each; ++i) {
+      double sum = 0;
+      for (int64_t part = 0; part < count; ++part) sum += memory.data()[part * part_stride + i * stride];
+      to[i] = static_cast<float>(sum);
+    }
+  }
+};
+
+void backward(const Call& call) {
+  const cpu::Kernels& kernels = cpu::MHA_TEST_TARGET::kKernels;
+  AttentionBackwardParams params = {};
+  params.forward = params_of(call);
+  const AttentionParams& forward = params.forward;
+  const int threads = call.small("threads");
+  params.grad_output = call.tensor<void>("grad_output");
+  params.grad_output_strides = call.strides3("grad_output");
+  params.grad_lse = call.tensor<float>("grad_lse");
+  params.grad_query = call.tensor<void>("grad_query");
+  params.grad_key = call.tensor<void>("grad_key");
+  params.grad_value = call.tensor<void>("grad_value");
+  params.grad_query_strides = call.strides3("grad_query");
+  params.grad_key_strides = call.strides3("grad_key");
+  params.grad_value_strides = call.strides3("grad_value");
+  float* const grad_bias = call.tensor<float>("grad_bias");
+  if (grad_bias) {
+    params.bias_batch = call.integer("bias.batch");
+    params.bias_heads = call.integer("bias.head");
+    params.bias_rows = call.integer("bias.row");
+  }
+  cpu::BackwardPlan plan = cpu::plan_backward(params);
+
+  std::unique_ptr<Parts> bias_parts, slope_parts;
+  if (grad_bias) {
+    const int64_t each = params.bias_batch * params.bias_heads * params.bias_rows * forward.seqlen_kv;
+    bias_parts = std::make_unique<Parts>(plan.bias_parts, each);
+    params.grad_bias = bias_parts->memory.data();
+  }
+  float* const grad_slopes = call.tensor<float>("grad_slopes");
+  if (grad_slopes) {
+    slope_parts = std::make_unique<Parts>(plan.runs, forward.batch * forward.num_heads_q);
+    params.grad_slopes = slope_parts->memory.data();
+    params.slope_partials = plan.runs;
+  }
+  params.grad_sink_rows = call.tensor<float>("grad_sink_rows");
+
+  const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.num_heads_q * forward.seqlen_q;
+  const Floats query_parts(plan.runs > 1 ? plan.runs * rows * forward.head_dim : 0);
+  if (plan.runs > 1) plan.query_parts = query_parts.data();
+  std::vector<std::unique_ptr<Floats>> own;
+  for (int t = 0; t < threads; ++t) own.push_back(std::make_unique<Floats>(plan.accumulator_floats));
+  in_threads(threads, plan.items(), [&](int64_t item, int t) {
+    kernels.run_backward_item(params, plan, item, plan.accumulator_floats ? own[t]->data() : nullptr);
+  });
+  if (plan.runs > 1) {
+    in_threads(threads, plan.queries.tiles, [&](int64_t tile, int) { kernels.add_query_parts(params, plan, tile); });
+  }
+  if (grad_bias) bias_parts->add_up(grad_bias, bias_parts->each, 1);
+  if (grad_slopes) slope_parts->add_up(grad_slopes, 1, plan.runs);
 }
 
 }  // namespace
@@ -235,7 +316,11 @@ int main() {
   for (;;) {
     Call call;
     if (!read_call(call)) return 0;
-    forward(call);
+    if (call.kind == "forward") {
+      forward(call);
+    } else {
+      backward(call);
+    }
     std::fputs("done\n", stdout);
     for (const std::string& name : call.outputs) {
       const Memory& memory = *call.tensors.at(name);
