@@ -12,6 +12,7 @@ from cases import BackendUnderTest, Count
 from hypothesis import HealthCheck, settings
 
 import mha_ext
+from mha_ext._extension import extension
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests.gpusim and benchmarks; mha_ext is the installed one
 
@@ -124,3 +125,21 @@ def packing_backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest
 def device(backend: BackendUnderTest) -> str:
     """Where the tensors of the backend in force live."""
     return backend.device
+
+
+@pytest.fixture(params=extension.cpu_targets() if extension is not None else [])
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of the CPU kernels that this machine runs, in force one by one, with their backend."""
+    assert extension is not None
+    extension.use_cpu_target(request.param)
+    with mha_ext.backends.use_backend("cpu"):
+        yield request.param
+    extension.use_cpu_target("")
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
