@@ -79,6 +79,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextmanager
 def _on_cpu(target: str) -> Iterator[None]:
+    assert extension is not None
     extension.use_cpu_target(target)
     with mha_ext.backends.use_backend("cpu"):
         yield
@@ -155,3 +156,11 @@ def packing_backend(request: pytest.FixtureRequest) -> Iterator[BackendUnderTest
 def device(backend: BackendUnderTest) -> str:
     """Where the tensors of the backend in force live."""
     return backend.device
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
