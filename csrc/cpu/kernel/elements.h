@@ -94,9 +94,7 @@ MHA_INLINE void store_rounded(float* to, Vec x) { store(to, x); }
 MHA_INLINE void store_rounded(BFloat16* to, Vec x) {
   const BitVec bits = bits_of(x), rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
   const BitVec halves = (rounded | reinterpret_cast<BitVec>(x != x)) >> 16;
-#if MHA_CPU_VECTOR_BYTES == 64
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(halves)));
-#elif MHA_CPU_VECTOR_BYTES == 32
+#if MHA_CPU_VECTOR_BYTES == 32
   const __m256i y = reinterpret_cast<__m256i>(halves);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                    _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
