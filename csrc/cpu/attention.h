@@ -25,6 +25,9 @@ struct Kernels {
   void (*add_query_parts)(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t tile);
 };
 
+namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
 namespace avx512 {
 extern const Kernels kKernels;
 }

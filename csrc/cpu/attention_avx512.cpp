@@ -11,7 +11,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #endif
-#include "cpu/kernel/attention.h"
+#include "cpu/kernel/entry_points.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

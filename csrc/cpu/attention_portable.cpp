@@ -3,4 +3,4 @@
 
 #define MHA_CPU_TARGET portable
 #define MHA_CPU_VECTOR_BYTES 16
-#include "cpu/kernel/attention.h"
+#include "cpu/kernel/entry_points.h"

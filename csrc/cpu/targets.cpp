@@ -14,6 +14,7 @@ std::vector<const Kernels*> supported() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq")) {
+      if (__builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::kKernels);
       found.push_back(&avx512::kKernels);
     }
     found.push_back(&avx2::kKernels);

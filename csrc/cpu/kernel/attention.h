@@ -3,6 +3,7 @@
 
 #include "cpu/kernel/products.h"
 //
+#include "cpu/kernel/attention_bf16.h"
 #include "cpu/kernel/few_rows.h"
 #include "cpu/kernel/finish.h"
 #include "cpu/kernel/scores.h"
@@ -59,46 +60,41 @@ void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemo
   }
 }
 
-// Where a product with values goes: to the tile's own memory, or finished to the output itself.
-struct Destination {
-  float* rows;  // null: the tile's own memory
-  int64_t stride;
-};
-
+// `output`: of the tile's first row, where what these keys add finishes it.
 template <typename T>
-void add_values(const TileState& state, const ScoreBlockState& block, const KeyRange* of_group, RowsInMemory<T> value,
-                const Destination& output) {
+void add_values(const TileState& state, const ScoreBlockState& block, const KeyRange* of_group,
+                RowsInMemory<float> value, T* output) {
   Scratch& memory = state.memory;
   const int vectors = state.value_width / kLanes;
   for (int v = 0; v < vectors; v += kVectors) {
     for (int r = 0, group = 0; r < state.count; r += kBlock, ++group) {
       KeyRange keys = of_group[group].within(block.first, block.first + block.keys);
       if (keys.empty()) {
-        if (state.has_output && !output.rows) continue;  // nothing to add or to rescale
+        if (state.has_output && !output) continue;  // nothing to add or to rescale
         keys = {block.first, block.first};
       }
       const int k = keys.begin - block.first;
-      float* own = memory.out + r * state.value_width + v * kLanes;
+      const int64_t output_stride = state.params.output_strides.row;
       const OutputBlock<T> product = {memory.scores + r + k * kScoreStride,
                                       value.data + k * value.stride + v * kLanes,
                                       value.stride,
                                       keys.end - keys.begin,
                                       state.has_output ? state.rows.rescale + r : nullptr,
-                                      own,
+                                      memory.out + r * state.value_width + v * kLanes,
                                       state.value_width,
-                                      output.rows ? state.rows.factor + r : nullptr,
-                                      output.rows ? output.rows + r * output.stride + v * kLanes : own,
-                                      output.rows ? output.stride : state.value_width,
+                                      output ? output + r * output_stride + v * kLanes : nullptr,
+                                      state.rows.factor + r,
+                                      output_stride,
                                       state.count - r < kBlock ? state.count - r : kBlock};
       with_size<kVectors>(vectors - v < kVectors ? vectors - v : kVectors, product);
     }
   }
 }
 
-// The keys first .. end - 1, which are the tile's last where `output` is that of the call.
+// The keys first .. end - 1, which are the tile's last where `output` is given.
 template <typename T>
 void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* of_group, int first, int end,
-                  const Destination& output) {
+                  T* output) {
   const AttentionParams& params = state.params;
   const Tile& tile = state.tile;
   Scratch& memory = state.memory;
@@ -110,7 +106,9 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
       row_of<T>(params.value, params.value_strides, tile.batch, tile.head_kv, tile.key_start + first),
       params.value_strides.row};
 
-  if constexpr (kIsFloat<T>) {
+  if constexpr (kInPairs<T>) {
+    PairProducts<T>::score(state, block, key.data, key.stride);
+  } else if constexpr (kIsFloat<T>) {
     score_rows(state, block, key);
   } else {
     score_rows(state, block, widen_rows(key, block.keys, params.head_dim, params.head_dim, nullptr, memory.key));
@@ -118,15 +116,17 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
   apply_rule(state, block);
   update_softmax(state, block);
   if (params.dropout.rng_state) drop_weights(state, {memory.scores, 1, kScoreStride, first, block.keys});
-  if (output.rows) finish_softmax(state);
+  if (output) finish_softmax(state);
 
   const bool hidden = shares_mask(state) && with_mask_type(params.rule, [&](auto mask) {
                         return find_hidden_keys(state, first, block.keys, mask, memory.seen);
                       });
-  if (!hidden && kIsFloat<T> && state.value_width == params.head_dim_v) {
-    add_values(state, block, of_group, value, output);
+  const uint8_t* seen = hidden ? memory.seen : nullptr;
+  if constexpr (kInPairs<T>) {
+    PairProducts<T>::add_values(state, block, of_group, value.data, value.stride, seen, output);
+  } else if (!hidden && kIsFloat<T> && state.value_width == params.head_dim_v) {
+    add_values(state, block, of_group, {reinterpret_cast<const float*>(value.data), value.stride}, output);
   } else {
-    const uint8_t* seen = hidden ? memory.seen : nullptr;
     add_values(state, block, of_group,
                widen_rows(value, block.keys, params.head_dim_v, state.value_width, seen, memory.value), output);
   }
@@ -150,17 +150,20 @@ bool attend_keys(TileState& state, KeyRange keys, bool is_split) {
     attend_few_rows<T>(state, keys);
     return false;
   }
-  load_queries<T>(state);
+  if constexpr (kInPairs<T>) {
+    PairProducts<T>::load_queries(state);
+  } else {
+    load_queries<T>(state);
+  }
   KeyRange of_vector[kRowVectors], of_group[kRowGroups];
   for (int v = 0; v < state.vectors; ++v) of_vector[v] = keys_of_rows(state.rows, v * kLanes, (v + 1) * kLanes);
   for (int r = 0, group = 0; r < state.count; r += kBlock, ++group) {
     of_group[group] = keys_of_rows(state.rows, r, r + kBlock < state.count ? r + kBlock : state.count);
   }
-  const bool direct = kIsFloat<T> && !is_split && state.tile.heads == 1 && state.value_width == state.params.head_dim_v;
+  const bool direct = !is_split && state.tile.heads == 1 && state.value_width == state.params.head_dim_v;
   for (int first = keys.begin; first < keys.end; first += kTileKeys) {
     const bool is_last = first + kTileKeys >= keys.end;
-    Destination output = {nullptr, 0};
-    if (direct && is_last) output = {output_row<float>(state, 0), state.params.output_strides.row};
+    T* output = direct && is_last ? output_row<T>(state, 0) : nullptr;
     attend_block<T>(state, of_vector, of_group, first, is_last ? keys.end : first + kTileKeys, output);
   }
   return direct;
@@ -188,35 +191,5 @@ void attend(const AttentionParams& params, const WorkPlan& plan, int64_t unit) {
   store_partial(state, plan, unit);
 }
 
-template <typename Use>
-void with_element_type(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::kFloat16: return use(Float16{});
-    case DType::kBFloat16: return use(BFloat16{});
-    default: return use(float{});
-  }
-}
-
-void run_unit(const AttentionParams& params, const WorkPlan& plan, int64_t unit) {
-  with_element_type(params.dtype, [&](auto element) { attend<decltype(element)>(params, plan, unit); });
-}
-
-void merge_splits(const AttentionParams& params, const WorkPlan& plan, int64_t tile_index) {
-  const Tile tile = tile_at(params, plan, tile_index);
-  TileState state = start_tile(params, tile);
-  with_element_type(params.dtype, [&](auto element) { merge_tile<decltype(element)>(state, plan, tile_index); });
-}
-
-#define MHA_NAME_OF(target) #target
-#define MHA_STRING_OF(target) MHA_NAME_OF(target)
-
 }  // namespace
-
-// In a file of their own for each target, kernel/backward.h.
-void run_backward_item(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t item, float* own);
-void add_query_parts(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t tile);
-
-const Kernels kKernels = {MHA_STRING_OF(MHA_CPU_TARGET), &run_unit, &merge_splits, &run_backward_item,
-                          &add_query_parts};
-
 }  // namespace mha_ext::cpu::MHA_CPU_TARGET

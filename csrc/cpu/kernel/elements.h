@@ -39,7 +39,7 @@ MHA_INLINE void from_float(float x, float& to) { to = x; }
 MHA_INLINE void from_float(float x, BFloat16& to) {
   const uint32_t bits = bits_of_float(x);
   const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-  to.bits = static_cast<uint16_t>(x == x ? rounded : 0x7FC0u);
+  to.bits = static_cast<uint16_t>(x == x ? rounded : 0xFFFFu);
 }
 MHA_INLINE void from_float(float x, Float16& to) {
   const uint32_t sign = bits_of_float(x) >> 16 & 0x8000u;
@@ -92,9 +92,16 @@ MHA_INLINE Vec load_as_float(const Float16* from) {
 // Rounded as from_float rounds.
 MHA_INLINE void store_rounded(float* to, Vec x) { store(to, x); }
 MHA_INLINE void store_rounded(BFloat16* to, Vec x) {
-  const BitVec bits = bits_of(x), rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-  const HalfBits halves = __builtin_convertvector(x == x ? rounded : 0x7FC0u - BitVec{}, HalfBits);
-  std::memcpy(to, &halves, sizeof(halves));
+  const BitVec bits = bits_of(x), rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
+  const BitVec halves = (rounded | reinterpret_cast<BitVec>(x != x)) >> 16;
+#if MHA_CPU_VECTOR_BYTES == 32
+  const __m256i y = reinterpret_cast<__m256i>(halves);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+#else
+  const HalfBits narrow = __builtin_convertvector(halves, HalfBits);
+  std::memcpy(to, &narrow, sizeof(narrow));
+#endif
 }
 MHA_INLINE void store_rounded(Float16* to, Vec x) {
 #if MHA_CPU_VECTOR_BYTES == 64

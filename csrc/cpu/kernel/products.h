@@ -73,15 +73,15 @@ struct ScoreBlock {
 template <typename T>
 struct OutputBlock {
   const float* weights;  // (keys, kScoreStride)
-  const T* value;
+  const float* value;
   int64_t value_stride;
   int keys;
   const float* rescale;  // of the rows: what `out` holds is multiplied by it; null: it holds nothing
-  const float* out;
+  float* out;
   int64_t out_stride;
-  const float* factor;  // of the rows: what `to` gets is multiplied by it; null: by nothing
-  float* to;
-  int64_t to_stride;
+  T* final;             // where the output goes instead, rounded; null: it is not finished
+  const float* factor;  // of the rows: what makes the finished output
+  int64_t final_stride;
   int rows;
 
   template <int kRows, int kVecs>
@@ -95,11 +95,11 @@ struct OutputBlock {
       }
     }
     const float* weight = weights;
-    const T* row = value;
+    const float* row = value;
     for (int k = 0; k < keys; ++k) {
       Vec x[kVecs];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) x[v] = load_as_float(row + v * kLanes);
+      for (int v = 0; v < kVecs; ++v) x[v] = load(row + v * kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const Vec each = broadcast(weight[r]);
@@ -111,9 +111,14 @@ struct OutputBlock {
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec last = broadcast(factor ? factor[r] : 1.f);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) store(to + r * to_stride + v * kLanes, sum[r][v] * last);
+      for (int v = 0; v < kVecs; ++v) {
+        if (final) {
+          store_rounded(final + r * final_stride + v * kLanes, sum[r][v] * broadcast(factor[r]));
+        } else {
+          store(out + r * out_stride + v * kLanes, sum[r][v]);
+        }
+      }
     }
   }
 
