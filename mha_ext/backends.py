@@ -240,6 +240,11 @@ def use_backend(name: str) -> Iterator[None]:
         _requests[:] = [other for other in _requests if other is not request]
 
 
+def asked_for(argument: str | None) -> bool:
+    """Whether a backend is asked for at all."""
+    return argument is not None or bool(_requests) or _environment is not None
+
+
 def requested(argument: str | None = None) -> str | None:
     """The name asked for by argument, context or environment."""
     if argument is not None:

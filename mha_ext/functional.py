@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import backends, fused, nested, ops, reference, unfused
+from ._extension import extension
 from .autocast import autocast_inputs, without_autocast
 from .call import AttentionCall, by_heads, from_heads, make_call, make_varlen_call
 from .checks import FLOATING, check_alike, check_bool, check_heads, check_int, check_real, check_shape, check_tensor
@@ -21,6 +22,8 @@ __all__ = [
     "packed_attention",
     "qkv_split",
 ]
+
+_direct = None if extension is None else extension.attention_direct
 
 
 def attention(
@@ -139,6 +142,14 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017.
     """
+    # Without an operator, whose dispatch takes longer than a small call's arithmetic: csrc/api/cpu/direct.cpp.
+    if _direct is not None and not torch.compiler.is_compiling() and not backends.asked_for(backend):
+        output: Tensor | None = _direct(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, q_offset, key_lengths,
+            alibi_slopes, softcap, sinks, return_lse, return_weights, return_stats, deterministic,
+        )  # fmt: skip
+        if output is not None:
+            return output
     call = make_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
         q_offset=q_offset, key_lengths=key_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
