@@ -156,9 +156,7 @@ def attention(
         return_lse=return_lse, return_weights=return_weights, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
-    name = backends.choose(call, backend)
-    with without_autocast(call.query):
-        return _present(call, _compute(call, name))
+    return _present(call, _compute(call, backends.choose(call, backend)))
 
 
 def attention_varlen(
@@ -222,9 +220,7 @@ def attention_varlen(
         alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, return_lse=return_lse, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
-    name = backends.choose(call, backend)
-    with without_autocast(query):
-        return _present(call, _compute(call, name))
+    return _present(call, _compute(call, backends.choose(call, backend)))
 
 
 def packed_attention(
@@ -238,19 +234,24 @@ def packed_attention(
     (packed,) = autocast_inputs(packed)
     call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
     name = backends.choose(call, backend)
-    with without_autocast(packed):
-        if name in ("fused", "cpu"):
-            settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
-            return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
-        return _present(call, _compute(call, name))
+    if name in ("fused", "cpu"):
+        settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
+        return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
+    return _present(call, _compute(call, name))
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
     settings = (call.rule, call.dropout_p, call.scale, call.return_stats)
     if backend in ("fused", "cpu"):
         return fused.attention(call.query, call.key, call.value, *settings, call.sequences, on_cpu=backend == "cpu")
-    if backend == "unfused":
-        return unfused.attention(call.query, call.key, call.value, *settings)
+    with without_autocast(call.query):
+        if backend == "unfused":
+            return unfused.attention(call.query, call.key, call.value, *settings)
+        return _plain(call)
+
+
+def _plain(call: AttentionCall) -> AttentionResult:
+    """By `reference`."""
     arguments: dict[str, Any] = {
         "dropout_p": call.dropout_p, "scale": call.scale, "return_entropy": call.return_stats, **call.rule._asdict()
     }  # fmt: skip
