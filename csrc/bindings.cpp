@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "api/cpu/direct.h"
 #include "cpu/attention.h"
 
 namespace py = pybind11;
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_targets", &mha_ext::cpu::targets, "Instruction sets whose kernels this CPU runs, fastest first");
   m.def("cpu_target", [] { return mha_ext::cpu::kernels().target; }, "The one in force");
   m.def("use_cpu_target", &mha_ext::cpu::use_target, "Compute by the named one from now on; empty: by the default");
+  mha_ext::bind_attention_direct(m.ptr());
 }
 
 // What follows the names of the operators of fused attention.

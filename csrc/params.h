@@ -165,7 +165,8 @@ struct AttentionParams {
   void* output;                                        // (batch, num_heads_q, seqlen_q, head_dim_v)
   Strides3 query_strides, key_strides, value_strides;  // rows of 16-bit and fp32 inputs start on 16 bytes
   Strides3 output_strides;
-  float* lse;        // (batch, num_heads_q, seqlen_q): natural logarithm of the denominator, -inf where there is none
+  float* lse;        // (batch, num_heads_q, seqlen_q): natural logarithm of the denominator, -inf where there is none;
+                     // on the CPU null where nobody asks for it
   float* row_stats;  // (batch, num_heads_q, seqlen_q, 2): what scores are taken relative to, and log2 of the sum of
                      // exp(score - that), sink included: lse would lose the latter in a row of finfo.min. (0, 0) where
                      // no key is visible. Null in a forward that no backward follows

@@ -8,7 +8,8 @@ from torch import Tensor
 
 def autocasts(x: Tensor) -> bool:
     """Whether autocast chooses the dtypes where x lives."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _extension
 from .call import AttentionCall, make_call, make_varlen_call
 from .fused import MAX_HEAD_DIM, wants_grad
 
@@ -50,9 +51,7 @@ class Backend(NamedTuple):
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_kernels(device: torch.device) -> bool:
     """Whether the compiled extension has kernels for tensors on this kind of device."""
-    from ._extension import extension
-
-    if extension is None or device.type not in ("cuda", "cpu"):
+    if _extension.extension is None or device.type not in ("cuda", "cpu"):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key("mha_ext::matmul", device.type.upper())
 
@@ -60,9 +59,16 @@ def has_kernels(device: torch.device) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_cpu_kernels() -> bool:
     """Whether there is a compiled extension: each one has the kernels for the CPU."""
-    from ._extension import extension
+    return _extension.extension is not None
 
-    return extension is not None
+
+def cpu_target() -> str:
+    """The instruction set whose kernels compute on the CPU; empty where there are none.
+
+    The fastest that this CPU runs, or the one named by the environment variable MHA_EXT_CPU_TARGET: ValueError where
+    that is none of them.
+    """
+    return "" if _extension.extension is None else str(_extension.extension.cpu_target())
 
 
 def _kernels(x: Tensor, by_name: bool) -> str | None:
@@ -81,8 +87,7 @@ def _capability(x: Tensor, by_name: bool) -> str | None:
 def _capability_refusal(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
-    from ._extension import extension
-
+    extension = _extension.extension
     architectures = extension.build_info()["architectures"].split() if extension else []
     major, minor = torch.cuda.get_device_capability(device)
     if any(runs_on(architecture, major, minor) for architecture in architectures):
@@ -112,11 +117,9 @@ def _transforms(x: Tensor, by_name: bool) -> str | None:
 
 
 def _build() -> str:
-    from ._extension import extension, why_missing
-
-    if extension is None:
-        return why_missing
-    return "built with CUDA" if extension.build_info()["cuda"] else "built without CUDA"
+    if _extension.extension is None:
+        return _extension.why_missing
+    return "built with CUDA" if _extension.extension.build_info()["cuda"] else "built without CUDA"
 
 
 _KERNEL_CHECKS: tuple[tuple[str, Callable[[Tensor, bool], str | None]], ...] = (
@@ -175,7 +178,7 @@ def _sequences(call: AttentionCall, by_name: bool) -> str | None:
 
 
 def _cpu(call: AttentionCall, by_name: bool) -> str | None:
-    if call.query.device.type != "cpu":
+    if not call.query.is_cpu:
         return f"query is on {call.query.device.type}, and these kernels take CPU tensors"
     return None if has_cpu_kernels() else f"this build has no kernels for the CPU ({_build()})"
 
@@ -213,6 +216,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("reference", "plain PyTorch, on every device", ()),
 )
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
+_OF_CPU_TENSORS = (_BY_NAME["cpu"], _BY_NAME["reference"])  # the others take them only by name
 
 
 def _known(name: Any, source: str) -> str:
@@ -240,6 +244,11 @@ def use_backend(name: str) -> Iterator[None]:
         _requests[:] = [other for other in _requests if other is not request]
 
 
+def asked_for(argument: str | None) -> bool:
+    """Whether a backend is asked for at all."""
+    return argument is not None or bool(_requests) or _environment is not None
+
+
 def requested(argument: str | None = None) -> str | None:
     """The name asked for by argument, context or environment."""
     if argument is not None:
@@ -255,7 +264,8 @@ def choose(call: AttentionCall, backend: str | None = None) -> str:
         if refusal is not None:
             raise ValueError(f"backend: {name!r} does not take this call: {refusal}")
         return name
-    return next(candidate.name for candidate in BACKENDS if candidate.refusal(call, False) is None)
+    candidates = _OF_CPU_TENSORS if call.query.is_cpu else BACKENDS
+    return next(candidate.name for candidate in candidates if candidate.refusal(call, False) is None)
 
 
 def parts_use_kernels(x: Tensor) -> bool:
@@ -281,7 +291,8 @@ class Explanation(NamedTuple):
         for name, reason in self.reasons.items():
             mark = "->" if name == self.backend else "  "
             state = "takes this call" if name == self.backend else reason or "would take this call, but is not chosen"
-            lines.append(f"{mark} {name}: {state}")
+            title = f"{name} ({cpu_target()})" if name == "cpu" and has_cpu_kernels() else name
+            lines.append(f"{mark} {title}: {state}")
         return "\n".join(lines)
 
 
@@ -313,5 +324,14 @@ def available() -> dict[str, str | None]:
         reason = f"no CUDA kernels ({_build()})"
     else:
         reason = _capability_refusal(torch.device("cuda", torch.cuda.current_device()))
-    no_cpu = None if has_cpu_kernels() else f"no kernels for the CPU ({_build()})"
-    return {"fused": reason, "unfused": reason, "cpu": no_cpu, "reference": None}
+    return {"fused": reason, "unfused": reason, "cpu": _why_no_cpu_kernels(), "reference": None}
+
+
+def _why_no_cpu_kernels() -> str | None:
+    if not has_cpu_kernels():
+        return f"no kernels for the CPU ({_build()})"
+    try:
+        cpu_target()
+    except ValueError as error:
+        return str(error)
+    return None

@@ -36,7 +36,7 @@ def check_tensor(
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> None:
     """Exactly this shape; `meaning` spells it with names, as in (B, Hq)."""
-    if tuple(x.shape) != tuple(shape):
+    if x.shape != tuple(shape):
         raise ValueError(f"{name}: expected shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
@@ -62,6 +62,8 @@ def check_real(
     name: str, x: Any, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
     """A finite number within [low, high], or above a bound."""
+    if type(x) is float and above is None and -math.inf < x < math.inf and low <= x <= high:
+        return x
     symbolic = isinstance(x, (torch.SymFloat, torch.SymInt))  # of a graph that is being traced
     if isinstance(x, bool) or not (symbolic or isinstance(x, (int, float, Real))):
         raise TypeError(f"{name}: expected a number, got {describe(x)}")
@@ -77,6 +79,8 @@ FAR = 2**30  # beyond any position
 
 def check_int(name: str, x: Any, *, low: int = -FAR, high: int = FAR) -> int:
     """An int, not a bool, within [low, high]."""
+    if type(x) is int and low <= x <= high:
+        return x
     if isinstance(x, bool) or not isinstance(x, (int, Integral, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {describe(x)}")
     number: int = x if isinstance(x, torch.SymInt) else int(x)  # type: ignore[assignment]

@@ -19,7 +19,7 @@ def config_lines() -> list[str]:
         built = "with CUDA kernels"
     else:
         built = f"without CUDA kernels: {build_info['reason']}"
-    facts = build_info or {}
+    facts, available = build_info or {}, backends.available()
     rows = {
         "mha_ext": __version__,
         "torch": torch.__version__,
@@ -28,10 +28,11 @@ def config_lines() -> list[str]:
         "compiler": facts.get("compiler") or "none",
         "CUDA": facts.get("cuda") or "none",
         "architectures": ", ".join(facts.get("architectures", [])) or "none",
+        "CPU target": backends.cpu_target() if available["cpu"] is None else "none",
     }
     lines = [f"{name:<14} {value}" for name, value in rows.items()]
     lines.append("backends")
-    for name, why_not in backends.available().items():
+    for name, why_not in available.items():
         lines.append(f"  {name:<12} {'available' if why_not is None else f'not available: {why_not}'}")
     return lines
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import backends, fused, nested, ops, reference, unfused
+from ._extension import extension
 from .autocast import autocast_inputs, without_autocast
 from .call import AttentionCall, by_heads, from_heads, make_call, make_varlen_call
 from .checks import FLOATING, check_alike, check_bool, check_heads, check_int, check_real, check_shape, check_tensor
@@ -21,6 +22,8 @@ __all__ = [
     "packed_attention",
     "qkv_split",
 ]
+
+_direct = None if extension is None else extension.attention_direct
 
 
 def attention(
@@ -139,15 +142,21 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017.
     """
+    # Without an operator, whose dispatch takes longer than a small call's arithmetic: csrc/api/cpu/direct.cpp.
+    if _direct is not None and not torch.compiler.is_compiling() and not backends.asked_for(backend):
+        output: Tensor | None = _direct(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, q_offset, key_lengths,
+            alibi_slopes, softcap, sinks, return_lse, return_weights, return_stats, deterministic,
+        )  # fmt: skip
+        if output is not None:
+            return output
     call = make_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
         q_offset=q_offset, key_lengths=key_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
         return_lse=return_lse, return_weights=return_weights, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
-    name = backends.choose(call, backend)
-    with without_autocast(call.query):
-        return _present(call, _compute(call, name))
+    return _present(call, _compute(call, backends.choose(call, backend)))
 
 
 def attention_varlen(
@@ -211,9 +220,7 @@ def attention_varlen(
         alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, return_lse=return_lse, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
-    name = backends.choose(call, backend)
-    with without_autocast(query):
-        return _present(call, _compute(call, name))
+    return _present(call, _compute(call, backends.choose(call, backend)))
 
 
 def packed_attention(
@@ -227,19 +234,24 @@ def packed_attention(
     (packed,) = autocast_inputs(packed)
     call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
     name = backends.choose(call, backend)
-    with without_autocast(packed):
-        if name in ("fused", "cpu"):
-            settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
-            return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
-        return _present(call, _compute(call, name))
+    if name in ("fused", "cpu"):
+        settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
+        return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
+    return _present(call, _compute(call, name))
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
     settings = (call.rule, call.dropout_p, call.scale, call.return_stats)
     if backend in ("fused", "cpu"):
         return fused.attention(call.query, call.key, call.value, *settings, call.sequences, on_cpu=backend == "cpu")
-    if backend == "unfused":
-        return unfused.attention(call.query, call.key, call.value, *settings)
+    with without_autocast(call.query):
+        if backend == "unfused":
+            return unfused.attention(call.query, call.key, call.value, *settings)
+        return _plain(call)
+
+
+def _plain(call: AttentionCall) -> AttentionResult:
+    """By `reference`."""
     arguments: dict[str, Any] = {
         "dropout_p": call.dropout_p, "scale": call.scale, "return_entropy": call.return_stats, **call.rule._asdict()
     }  # fmt: skip

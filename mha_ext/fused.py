@@ -153,22 +153,21 @@ def _differentiable(
     return differentiable_gradients(_plain_outputs(saved), grads[:2], wanted, needs)
 
 
+# Without setup_context, for which torch binds the arguments to forward's signature in every call: longer than a small
+# attention takes. Transforms, which would need it, go to plain PyTorch.
 class _FusedAttention(torch.autograd.Function):
     """query, key, value (B, H, L, D), or (1, H, total, D) with sequences."""
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
         sinks: Tensor | None, rule: ScoreRule, rng_state: Tensor | None, sequences: Sequences | None,
         settings: Settings,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        rule = rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
-        return _forward(query, key, value, rule, rng_state, sequences, settings, True)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        query, key, value, attn_mask, alibi_slopes, sinks, rule, rng_state, sequences, settings = inputs
-        _keep(ctx, (query, key, value), (attn_mask, alibi_slopes, sinks), rule, rng_state, sequences, settings, output)
+        rule = _with_tensors(rule, attn_mask, alibi_slopes, sinks)
+        outputs = _forward(query, key, value, rule, rng_state, sequences, settings, True)
+        _keep(ctx, (query, key, value), rule, rng_state, sequences, settings, outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -185,16 +184,14 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        packed: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, heads: int,
-        heads_kv: int, rule: ScoreRule, rng_state: Tensor | None, settings: Settings,
+        ctx: Any, packed: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
+        heads: int, heads_kv: int, rule: ScoreRule, rng_state: Tensor | None, settings: Settings,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        rule = rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
-        return _forward(*unpacked(packed, heads, heads_kv), rule, rng_state, None, settings, True)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        packed, attn_mask, alibi_slopes, sinks, ctx.heads, ctx.heads_kv, rule, rng_state, settings = inputs
-        _keep(ctx, (packed,), (attn_mask, alibi_slopes, sinks), rule, rng_state, None, settings, output)
+        rule = _with_tensors(rule, attn_mask, alibi_slopes, sinks)
+        outputs = _forward(*unpacked(packed, heads, heads_kv), rule, rng_state, None, settings, True)
+        ctx.heads, ctx.heads_kv = heads, heads_kv
+        _keep(ctx, (packed,), rule, rng_state, None, settings, outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -213,10 +210,18 @@ def unpacked(packed: Tensor, heads: int, heads_kv: int) -> tuple[Tensor, Tensor,
     return query, key, value
 
 
+def _with_tensors(
+    rule: ScoreRule, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None
+) -> ScoreRule:
+    """The rule with the tensors that autograd has seen, which are others while a graph is traced."""
+    if attn_mask is None and alibi_slopes is None and sinks is None:
+        return rule
+    return rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
+
+
 def _keep(
     ctx: Any,
     inputs: tuple[Tensor, ...],
-    rule_inputs: tuple[Tensor | None, ...],
     rule: ScoreRule,
     rng_state: Tensor | None,
     sequences: Sequences | None,
@@ -224,11 +229,10 @@ def _keep(
     outputs: tuple[Tensor, ...],
 ) -> None:
     output, lse, row_stats, max_score, entropy = outputs
-    attn_mask, alibi_slopes, sinks = rule_inputs
     ctx.mark_non_differentiable(row_stats, max_score, entropy)
     ctx.set_materialize_grads(False)
     ctx.settings = settings
-    kept = kept_rule(ctx, rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks))
+    kept = kept_rule(ctx, rule)
     ctx.save_for_backward(*inputs, output, lse, row_stats, rng_state, *(sequences or (None, None)), *kept)
 
 
@@ -256,7 +260,11 @@ def _apply_packed(*arguments: Any) -> tuple[Tensor, ...]:
 
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Whether a backward will follow."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def _settings(

@@ -33,7 +33,8 @@ def test_what_no_kernel_takes_goes_to_the_reference_and_the_reason_is_given(quer
 def test_the_explanation_can_be_read(query: torch.Tensor) -> None:
     lines = str(backends.explain(*[query.double()] * 3, is_causal=True)).splitlines()
     assert lines[-1] == "-> reference: takes this call"
-    assert lines[2].startswith("   cpu: dtype: ") or not backends.has_cpu_kernels()
+    target = backends.cpu_target()
+    assert lines[2].startswith(f"   cpu ({target}): dtype: " if target else "   cpu: device: ")
     lines = str(backends.explain(query, query, query)).splitlines()
     assert lines[0].startswith("   fused: kernels: ")
     assert lines[1].startswith("   unfused: kernels: ")
@@ -238,3 +239,27 @@ def test_parts_under_a_transform_take_the_reference(kernels: str) -> None:
     query = torch.randn(1, 2, 3, 4, device=kernels)
     with pytest.raises(ValueError, match=r"transforms|forward-mode"):
         torch.func.jvp(mha_ext.attention_scores, (query, query), (query, query))
+
+
+SHOW_TARGET = """
+import torch, mha_ext
+mha_ext.show_config()
+q = torch.randn(1, 2, 4, 8)
+print(mha_ext.backends.explain(q, q, q))
+"""
+
+
+@pytest.mark.skipif(not backends.has_cpu_kernels(), reason="no kernels for the CPU")
+def test_the_instruction_set_in_force_is_named() -> None:
+    shown = python(SHOW_TARGET, MHA_EXT_CPU_TARGET="portable", MHA_EXT_BACKEND="").stdout
+    assert "\nCPU target     portable\n" in shown
+    assert "\n-> cpu (portable): takes this call\n" in shown
+
+
+@pytest.mark.skipif(not backends.has_cpu_kernels(), reason="no kernels for the CPU")
+def test_an_instruction_set_that_is_not_there_is_no_crash() -> None:
+    failed = python(SHOW_TARGET, MHA_EXT_CPU_TARGET="mmx", MHA_EXT_BACKEND="")
+    why_not = "environment variable MHA_EXT_CPU_TARGET: expected one of"
+    assert f"  cpu          not available: {why_not}" in failed.stdout
+    assert "\nCPU target     none\n" in failed.stdout
+    assert f"ValueError: {why_not}" in failed.stderr

@@ -1,7 +1,7 @@
 #include "api/cpu/attention_cpu.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -17,19 +17,17 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-constexpr int64_t kMaxHeadDim = 256;
 constexpr double kFlopsOfTwoThreads = 0.25e6;  // below it, waking a thread takes longer than it saves
 constexpr int kUnitsPerThread = 4;             // keys are split where there are fewer tiles than this
 
 // Splits of the keys of each tile, so that every thread has work; and the memory for what they leave.
-at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params, int threads, const at::Tensor& like) {
+at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params, int threads) {
   const int64_t wanted = int64_t{kUnitsPerThread} * threads;
   if (threads == 1 || plan.tiles >= wanted || params.seqlen_kv < 2 * cpu::kSplitKeys) return {};
   plan.splits = static_cast<int>(std::min((wanted + plan.tiles - 1) / plan.tiles, params.seqlen_kv / cpu::kSplitKeys));
   constexpr int kPartialHead = 3;
   plan.partial_stride = kPartialHead + params.head_dim_v;
-  at::Tensor partial =
-      at::empty({plan.units() * plan.max_rows * plan.partial_stride}, like.options().dtype(at::kFloat));
+  at::Tensor partial = at::detail::empty_cpu({plan.units() * plan.max_rows * plan.partial_stride}, at::kFloat);
   plan.partial = partial.mutable_data_ptr<float>();
   return partial;
 }
@@ -66,8 +64,8 @@ void check_attention_tensors(const at::Tensor& query, const at::Tensor& key, con
     check_device(tensor, name, query, "query");
     check_axes(tensor, name);
     check_unit_last_stride(tensor, name);
-    TORCH_CHECK_VALUE(tensor.size(3) >= 1 && tensor.size(3) <= kMaxHeadDim, name,
-                      ": expected a head dimension from 1 to ", kMaxHeadDim, ", got ", tensor.size(3));
+    TORCH_CHECK_VALUE(tensor.size(3) >= 1 && tensor.size(3) <= kMaxCpuHeadDim, name,
+                      ": expected a head dimension from 1 to ", kMaxCpuHeadDim, ", got ", tensor.size(3));
   };
   check(query, "query");
   check(key, "key");
@@ -97,8 +95,9 @@ void check_attention_tensors(const at::Tensor& query, const at::Tensor& key, con
 
 at::Tensor empty_like_layout(const at::Tensor& model, int64_t cols) {
   const int64_t batch = model.size(0), heads = model.size(1), rows = model.size(2);
-  if (model.stride(1) < model.stride(2)) return at::empty({batch, rows, heads, cols}, model.options()).transpose(1, 2);
-  return at::empty({batch, heads, rows, cols}, model.options());
+  if (model.stride(1) >= model.stride(2)) return at::detail::empty_cpu({batch, heads, rows, cols}, model.scalar_type());
+  const int64_t strides[] = {rows * heads * cols, cols, heads * cols, 1};
+  return at::detail::empty_strided_cpu({batch, heads, rows, cols}, strides, model.scalar_type());
 }
 
 AttentionParams attention_params(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -124,6 +123,24 @@ AttentionParams attention_params(const at::Tensor& query, const at::Tensor& key,
   return params;
 }
 
+bool is_small(const AttentionParams& params) {
+  const int64_t rows = (params.cu_seqlens_q ? 1 : params.batch) * params.num_heads_q * params.seqlen_q;
+  const int64_t products = params.seqlen_kv * (params.head_dim + params.head_dim_v);
+  return 2. * static_cast<double>(rows) * static_cast<double>(products) < kFlopsOfTwoThreads;
+}
+
+void compute_attention(const AttentionParams& params) {
+  const cpu::Kernels& kernels = cpu::kernels();
+  cpu::WorkPlan plan = cpu::plan_tiles(params);
+  if (plan.tiles == 0) return;
+  const int threads = is_small(params) || at::in_parallel_region() ? 1 : at::get_num_threads();
+  const at::Tensor partial = plan_splits(plan, params, threads);
+  run_units(kernels, params, plan, threads);
+  if (plan.splits > 1) {
+    for (int64_t tile = 0; tile < plan.tiles; ++tile) kernels.merge_splits(params, plan, tile);
+  }
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward_cpu(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const MaybeTensor& attn_mask,
     const MaybeTensor& key_lengths, const MaybeTensor& q_offsets, const MaybeTensor& alibi_slopes,
@@ -134,14 +151,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
   const int64_t heads = query.size(1), seqlen_q = query.size(2);
   const bool packed = cu_seqlens_q.has_value();
 
-  const at::TensorOptions row_options = query.options().dtype(at::kFloat);
-  const auto rows_if = [&](bool wanted) {
-    return wanted ? at::empty({query.size(0), heads, seqlen_q}, row_options) : at::empty({0}, row_options);
+  const auto rows_if = [&](bool wanted) -> at::Tensor {
+    return wanted ? at::detail::empty_cpu({query.size(0), heads, seqlen_q}, at::kFloat)
+                  : at::detail::empty_cpu({0}, at::kFloat);
   };
   at::Tensor output = empty_like_layout(query, value.size(3));
   at::Tensor lse = rows_if(true), max_score = rows_if(return_stats), entropy = rows_if(return_stats);
-  at::Tensor row_stats =
-      for_backward ? at::empty({query.size(0), heads, seqlen_q, 2}, row_options) : at::empty({0}, row_options);
+  at::Tensor row_stats = for_backward ? at::detail::empty_cpu({query.size(0), heads, seqlen_q, 2}, at::kFloat)
+                                      : at::detail::empty_cpu({0}, at::kFloat);
   if (packed) {  // rows that no sequence owns see nothing
     output.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
@@ -175,17 +192,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
     params.rule.mask_dtype = to_dtype(attn_mask->scalar_type());
   }
 
-  const cpu::Kernels& kernels = cpu::kernels();
-  cpu::WorkPlan plan = cpu::plan_tiles(params);
-  if (plan.tiles == 0) return {output, lse, row_stats, max_score, entropy};
-  const double flops = 2. * static_cast<double>(query.size(0) * heads * seqlen_q) *
-                       static_cast<double>(params.seqlen_kv * (params.head_dim + params.head_dim_v));
-  const int threads = flops < kFlopsOfTwoThreads || at::in_parallel_region() ? 1 : at::get_num_threads();
-  const at::Tensor partial = plan_splits(plan, params, threads, query);
-  run_units(kernels, params, plan, threads);
-  if (plan.splits > 1) {
-    for (int64_t tile = 0; tile < plan.tiles; ++tile) kernels.merge_splits(params, plan, tile);
-  }
+  compute_attention(params);
   return {output, lse, row_stats, max_score, entropy};
 }
 

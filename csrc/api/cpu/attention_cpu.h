@@ -20,6 +20,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention
     const std::optional<at::Tensor>& cu_seqlens_k, int64_t q_offset, int64_t window_left, int64_t window_right,
     double softcap, double dropout_p, double scale, bool allow_tf32, bool for_backward, bool return_stats);
 
+constexpr int64_t kMaxCpuHeadDim = 256;
+
 // query, key, value, attn_mask and cu_seqlens of either direction.
 void check_attention_tensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                              const std::optional<at::Tensor>& attn_mask, const std::optional<at::Tensor>& cu_seqlens_q,
@@ -31,5 +33,10 @@ at::Tensor empty_like_layout(const at::Tensor& model, int64_t cols);
 // What a call consists of so far: its tensors (batch, heads, length, head dim), and no rule.
 AttentionParams attention_params(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                  const at::Tensor& output, double scale);
+
+// Whether one thread computes it sooner than several.
+bool is_small(const AttentionParams& params);
+
+void compute_attention(const AttentionParams& params);
 
 }  // namespace mha_ext

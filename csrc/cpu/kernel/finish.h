@@ -39,7 +39,7 @@ void finish_softmax(const TileState& state) {
   for (int r = 0; r < state.count; ++r) {
     const int64_t to = state.tile.batch * params.row_batch_stride + rows.head[r] * params.row_head_stride +
                        state.tile.query_start + rows.query[r];
-    params.lse[to] = lse[r];
+    if (params.lse) params.lse[to] = lse[r];
     if (params.row_stats) {
       params.row_stats[2 * to] = shift_rows[r];
       params.row_stats[2 * to + 1] = log2_sum[r];
