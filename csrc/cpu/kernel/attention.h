@@ -37,7 +37,8 @@ RowsInMemory<float> widen_rows(RowsInMemory<T> from, int count, int width, int p
 }
 
 // The products of the keys with the queries of the vectors at work.
-void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemory<float> key) {
+template <typename Unit>
+void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemory<typename Unit::Element> key) {
   Scratch& memory = state.memory;
   KeyRange keys = kNoKeys;
   for (int v = block.first_vector; v < block.end_vector; ++v) {
@@ -60,13 +61,14 @@ void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemo
     const EvenParts parts(first < last ? end - begin : 0, kBroadcasts[std::max(last - first, 1)]);
     for (int part = 0; part < parts.parts(); ++part) {
       const int k = begin + parts.begin(part);
-      const ScoreBlock scores = {key.data + k * key.stride,
-                                 key.stride,
-                                 memory.queries + first * kLanes,
-                                 state.params.head_dim,
-                                 memory.scores + k * kScoreStride + first * kLanes,
-                                 parts.size(part),
-                                 state.rows.largest + first * kLanes};
+      const ScoreBlockOf<Unit> scores = {key.data + k * key.stride,
+                                         key.stride,
+                                         memory.queries + first * kLanes,
+                                         state.params.head_dim,
+                                         memory.scores + k * kScoreStride + first * kLanes,
+                                         parts.size(part),
+                                         state.rows.largest + first * kLanes,
+                                         state.product_scale()};
       with_size<kVectors>(last - first, scores);
     }
     begin = end;
@@ -74,7 +76,7 @@ void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemo
 }
 
 // `output`: of the tile's first row, where what these keys add finishes it.
-template <typename T>
+template <typename T, typename Unit>
 void add_values(const TileState& state, const ScoreBlockState& block, const KeyRange* of_group,
                 RowsInMemory<float> value, T* output) {
   Scratch& memory = state.memory;
@@ -89,19 +91,21 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
         if (state.has_output && !output) continue;  // nothing to add or to rescale
         keys = {block.first, block.first};
       }
-      const int k = keys.begin - block.first;
+      // In whole steps: where one has a key more, its weight is 0.
+      const int begin = (keys.begin - block.first) / Unit::kStep;
+      const int end = (keys.end - block.first + Unit::kStep - 1) / Unit::kStep;
       const int64_t output_stride = state.params.output_strides.row;
-      const OutputBlock<T> product = {memory.scores + r + k * kScoreStride,
-                                      value.data + k * value.stride + v * kLanes,
-                                      value.stride,
-                                      keys.end - keys.begin,
-                                      state.has_output ? state.rows.rescale + r : nullptr,
-                                      memory.out + r * state.value_width + v * kLanes,
-                                      state.value_width,
-                                      output ? output + r * output_stride + v * kLanes : nullptr,
-                                      state.rows.factor + r,
-                                      output_stride,
-                                      groups.size(group)};
+      const OutputBlock<T, Unit> product = {memory.scores + r + begin * kScoreStride,
+                                            value.data + begin * value.stride + v * kLanes,
+                                            value.stride,
+                                            end - begin,
+                                            state.has_output ? state.rows.rescale + r : nullptr,
+                                            memory.out + r * state.value_width + v * kLanes,
+                                            state.value_width,
+                                            output ? output + r * output_stride + v * kLanes : nullptr,
+                                            state.rows.factor + r,
+                                            output_stride,
+                                            groups.size(group)};
       with_size<kVectors>(std::min(vectors - v, shape.vectors), product);
     }
   }
@@ -122,16 +126,24 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
       row_of<T>(params.value, params.value_strides, tile.batch, tile.head_kv, tile.key_start + first),
       params.value_strides.row};
 
-  RowsInMemory<float> wide_key;
-  if constexpr (kIsFloat<T>) {
-    wide_key = key;
+  using Unit = UnitOf<T>;
+  RowsInMemory<typename Unit::Element> keys;
+  if constexpr (std::is_same_v<T, typename Unit::Element>) {
+    keys = key;
+    if constexpr (kInPairs<T>) {
+      if (params.head_dim % 2 != 0) {
+        auto* padded = reinterpret_cast<T*>(memory.key);
+        PairProducts<T>::pad_keys(key.data, key.stride, block.keys, params.head_dim, padded);
+        keys = {padded, params.head_dim + 1};
+      }
+    }
   } else {
-    wide_key = widen_rows(key, block.keys, params.head_dim, params.head_dim, nullptr, memory.key);
+    keys = widen_rows(key, block.keys, params.head_dim, params.head_dim, nullptr, memory.key);
   }
   for (int v = 0; v < state.vectors; v += kVectors) {  // the scores of few vectors stay in the first cache
     block.first_vector = v;
     block.end_vector = std::min(v + kVectors, state.vectors);
-    score_rows(state, block, wide_key);
+    score_rows<Unit>(state, block, keys);
     apply_rule(state, block);
     update_softmax(state, block);
   }
@@ -145,14 +157,17 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
                         return find_hidden_keys(state, first, block.keys, mask, memory.seen);
                       });
   const uint8_t* seen = hidden ? memory.seen : nullptr;
+  RowsInMemory<float> values = {memory.value, state.value_width};
   if constexpr (kInPairs<T>) {
-    PairProducts<T>::add_values(state, block, of_group, value.data, value.stride, seen, output);
+    PairProducts<T>::load_weights(state, block);
+    PairProducts<T>::load_values(value.data, value.stride, block.keys, params.head_dim_v, state.value_width, seen,
+                                 memory.value);
   } else if (!hidden && kIsFloat<T> && state.value_width == params.head_dim_v) {
-    add_values(state, block, of_group, {reinterpret_cast<const float*>(value.data), value.stride}, output);
+    values = {reinterpret_cast<const float*>(value.data), value.stride};
   } else {
-    add_values(state, block, of_group,
-               widen_rows(value, block.keys, params.head_dim_v, state.value_width, seen, memory.value), output);
+    widen_rows(value, block.keys, params.head_dim_v, state.value_width, seen, memory.value);
   }
+  add_values<T, Unit>(state, block, of_group, values, output);
   state.has_output = true;
 }
 
@@ -174,7 +189,11 @@ bool attend_keys(TileState& state, KeyRange keys, bool is_split) {
     return false;
   }
   state.in_log2 = !changes_scores(state.params.rule) && !state.params.row_stats;
-  load_queries<T>(state);
+  if constexpr (kInPairs<T>) {
+    PairProducts<T>::load_queries(state);
+  } else {
+    load_queries<T>(state);
+  }
   KeyRange of_vector[kRowVectors], of_group[kRowGroups];
   for (int v = 0; v < state.vectors; ++v) of_vector[v] = keys_of_rows(state.rows, v * kLanes, (v + 1) * kLanes);
   const EvenParts groups(state.count, output_shape(state.value_width / kLanes).rows);

@@ -23,7 +23,7 @@ struct KeyRange {
 // Arrays over the rows of a tile. Rows beyond the last are of no query: their scores are 0, and they are never written.
 // A row sees the keys begin <= j < end, none where begin >= end.
 struct alignas(64) Rows {
-  KeyRange full[kRowVectors];  // keys that all rows of a vector see
+  KeyRange full[kRowVectors];                // keys that all rows of a vector see
   int32_t begin[kTileRows], end[kTileRows];  // window and length leave these keys
   int32_t position[kTileRows];
   float slope[kTileRows];
@@ -60,13 +60,16 @@ struct TileState {
   const Tile& tile;
   Scratch& memory;
   Rows& rows;
-  int count;        // of rows
-  int vectors;      // that hold them
-  int value_width;  // head_dim_v, rounded up to whole vectors
-  KeyRange keys;    // that some row sees
-  KeyRange full;    // that all rows see
-  bool has_output;  // whether `out` holds anything
+  int count;             // of rows
+  int vectors;           // that hold them
+  int value_width;       // head_dim_v, rounded up to whole vectors
+  KeyRange keys;         // that some row sees
+  KeyRange full;         // that all rows see
+  bool has_output;       // whether `out` holds anything
   bool in_log2 = false;  // scores, and with them rows.max and rows.weighted, are multiplied by log2(e)
+
+  // What makes scores of products of query and key.
+  MHA_INLINE float product_scale() const { return in_log2 ? params.scale * kLog2E : params.scale; }
 };
 
 constexpr KeyRange kNoKeys = {std::numeric_limits<int>::max(), std::numeric_limits<int>::min()};
@@ -203,7 +206,7 @@ void load_queries(const TileState& state) {
   const AttentionParams& params = state.params;
   Scratch& memory = state.memory;
   const int head_dim = params.head_dim;
-  const float scale = state.in_log2 ? params.scale * kLog2E : params.scale;
+  const float scale = state.product_scale();
   for (int r = 0; r < state.vectors * kLanes; r += kTransposed) {
     const float* from[kTransposed];
     for (int i = 0; i < kTransposed; ++i) {
