@@ -160,8 +160,12 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
   RowsInMemory<float> values = {memory.value, state.value_width};
   if constexpr (kInPairs<T>) {
     PairProducts<T>::load_weights(state, block);
-    PairProducts<T>::load_values(value.data, value.stride, block.keys, params.head_dim_v, state.value_width, seen,
-                                 memory.value);
+    if (state.packed_values && first % 2 == 0 && end % 2 == 0) {  // else a pair would hold a key that no row sees
+      values.data = state.packed_values + int64_t{first / Unit::kStep} * state.value_width;
+    } else {
+      PairProducts<T>::load_values(value.data, value.stride, block.keys, params.head_dim_v, state.value_width, seen,
+                                   memory.value);
+    }
   } else if (!hidden && kIsFloat<T> && state.value_width == params.head_dim_v) {
     values = {reinterpret_cast<const float*>(value.data), value.stride};
   } else {
@@ -202,12 +206,13 @@ bool attend_keys(TileState& state, KeyRange keys, bool is_split) {
     of_group[group] = keys_of_rows(state.rows, r, r + groups.size(group));
   }
   const bool direct = !is_split && state.tile.heads == 1 && state.value_width == state.params.head_dim_v;
-  const EvenParts blocks(keys.end - keys.begin, kTileKeys);
+  constexpr int kStep = UnitOf<T>::kStep;  // all blocks but the last are of whole steps
+  const EvenParts blocks((keys.end - keys.begin + kStep - 1) / kStep, kTileKeys / kStep);
   for (int part = 0; part < blocks.parts(); ++part) {
-    const int first = keys.begin + blocks.begin(part);
-    const bool is_last = part + 1 == blocks.parts();
-    T* output = direct && is_last ? output_row<T>(state, 0) : nullptr;
-    attend_block<T>(state, of_vector, of_group, first, first + blocks.size(part), output);
+    const int first = keys.begin + kStep * blocks.begin(part);
+    const int end = std::min(first + kStep * blocks.size(part), keys.end);
+    T* output = direct && end == keys.end ? output_row<T>(state, 0) : nullptr;
+    attend_block<T>(state, of_vector, of_group, first, end, output);
   }
   leave_log2(state);
   return direct;
@@ -217,6 +222,10 @@ template <typename T>
 void attend(const AttentionParams& params, const WorkPlan& plan, int64_t unit) {
   const Tile tile = tile_at(params, plan, unit / plan.splits);
   TileState state = start_tile(params, tile);
+  if (plan.packed_values) {
+    const int64_t head = tile.batch * params.num_heads_kv + tile.head_kv;
+    state.packed_values = plan.packed_values + head * ((params.seqlen_kv + 1) / 2) * state.value_width;
+  }
   if (plan.splits == 1) {
     if (attend_keys<T>(state, state.keys, false)) return;
     finish_softmax(state);

@@ -89,6 +89,27 @@ void pair_values(const BFloat16* from, int64_t stride, int count, int width, int
   }
 }
 
+int padded_width(int head_dim_v) { return (head_dim_v + kLanes - 1) / kLanes * kLanes; }
+
+// Values as all tiles of a head take them: (batch, num_heads_kv, pairs of keys, padded width). Packing pays from a few
+// tiles on; where a mask hides keys, or heads differ in length, each tile makes its own.
+int64_t packed_values_size(const AttentionParams& params) {
+  constexpr int kWorthPacking = 4 * kTileRows;
+  const int64_t rows = params.seqlen_q * (params.num_heads_q / params.num_heads_kv);
+  if (rows < kWorthPacking || params.cu_seqlens_q || params.rule.attn_mask) return 0;
+  return params.batch * params.num_heads_kv * ((params.seqlen_kv + 1) / 2) * padded_width(params.head_dim_v);
+}
+
+void pack_values(const AttentionParams& params, float* packed_values, int64_t head) {
+  const int64_t batch = head / params.num_heads_kv;
+  int64_t count = params.seqlen_kv;
+  if (params.rule.key_lengths) count = std::clamp<int64_t>(params.rule.key_lengths[batch], 0, count);
+  const int width = padded_width(params.head_dim_v);
+  pair_values(row_of<BFloat16>(params.value, params.value_strides, batch, head % params.num_heads_kv, 0),
+              params.value_strides.row, static_cast<int>(count), params.head_dim_v, width, nullptr,
+              packed_values + head * ((params.seqlen_kv + 1) / 2) * width);
+}
+
 template <>
 struct PairProducts<BFloat16> {
   static constexpr auto load_queries = load_query_pairs;

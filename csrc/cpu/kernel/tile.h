@@ -68,6 +68,8 @@ struct TileState {
   bool has_output;       // whether `out` holds anything
   bool in_log2 = false;  // scores, and with them rows.max and rows.weighted, are multiplied by log2(e)
 
+  const float* packed_values = nullptr;  // of this head, all keys; or null
+
   // What makes scores of products of query and key.
   MHA_INLINE float product_scale() const { return in_log2 ? params.scale * kLog2E : params.scale; }
 };
