@@ -23,6 +23,11 @@ struct Kernels {
   void (*run_backward_item)(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t item, float* own);
   // The gradient of a tile's queries, where plan.runs > 1, after all items.
   void (*add_query_parts)(const AttentionBackwardParams& params, const BackwardPlan& plan, int64_t tile);
+  // How many floats values take where they are packed once for all tiles of a call; 0 where each tile reads them as
+  // they lie. Null: always 0.
+  int64_t (*packed_values_size)(const AttentionParams& params) = nullptr;
+  // One head of plan.packed_values, of batch * num_heads_kv; before the units of the plan.
+  void (*pack_values)(const AttentionParams& params, float* packed_values, int64_t head) = nullptr;
 };
 
 namespace avx512_bf16 {

@@ -22,6 +22,10 @@ void run_unit(const AttentionParams& params, const WorkPlan& plan, int64_t unit)
   attend<BFloat16>(params, plan, unit);
 }
 
+int64_t packed_values_size_of(const AttentionParams& params) {
+  return params.dtype == DType::kBFloat16 ? packed_values_size(params) : 0;
+}
+
 void merge_splits(const AttentionParams& params, const WorkPlan& plan, int64_t tile) {
   avx512::kKernels.merge_splits(params, plan, tile);
 }
@@ -36,7 +40,8 @@ void add_query_parts(const AttentionBackwardParams& params, const BackwardPlan& 
 
 }  // namespace
 
-const Kernels kKernels = {"avx512_bf16", &run_unit, &merge_splits, &run_backward_item, &add_query_parts};
+const Kernels kKernels = {"avx512_bf16",          &run_unit,   &merge_splits, &run_backward_item, &add_query_parts,
+                          &packed_values_size_of, &pack_values};
 
 }  // namespace mha_ext::cpu::avx512_bf16
 #if defined(__clang__)

@@ -47,6 +47,7 @@ struct WorkPlan {
   std::vector<int64_t> first_tile;  // packed: (batch + 1), the first tile of each sequence
   float* partial = nullptr;         // (tiles, splits, max_rows, partial_stride): unfinished rows where splits > 1
   int max_rows = 0, partial_stride = 0;
+  const float* packed_values = nullptr;  // what Kernels::pack_values made, or null: each tile packs its own
 
   int64_t units() const { return tiles * splits; }
 };

@@ -1,14 +1,17 @@
 // A tile of bf16 whose products run on pairs of elements; what lies between them is that of every other type.
 #pragma once
 
+#include "cpu/kernel/products.h"
 #include "cpu/kernel/scores.h"
 #include "cpu/kernel/tile.h"
 #if defined(MHA_CPU_BF16_PAIRS)
-#include "cpu/kernel/products_bf16.h"
+#include "cpu/kernel/pairs.h"
 #endif
 
 namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
+
+struct Pairs;
 
 template <typename T>
 struct PairProducts;
@@ -25,7 +28,7 @@ void load_query_pairs(const TileState& state) {
   const AttentionParams& params = state.params;
   constexpr int kStep = 2 * kPairsOfQuarter;
   const int head_dim = params.head_dim, padded = (head_dim + kStep - 1) / kStep * kStep;
-  auto* to = reinterpret_cast<uint32_t*>(state.memory.queries);
+  float* to = state.memory.queries;
   auto* copies = reinterpret_cast<BFloat16*>(state.memory.key);  // idle: K is read as it lies
   for (int r = 0; r < state.vectors * kLanes; r += kLanes) {
     const BFloat16* rows[kLanes];
@@ -49,25 +52,11 @@ void load_query_pairs(const TileState& state) {
   }
 }
 
-void score_in_pairs(const TileState& state, const ScoreBlockState& block, const BFloat16* key, int64_t stride) {
-  const auto* queries = reinterpret_cast<const uint32_t*>(state.memory.queries);
-  KeyRange seen = kNoKeys;
-  for (int v = 0; v < state.vectors; ++v) widen(seen, block.of_vector[v].begin, block.of_vector[v].end);
-  for (int k = seen.begin; k < seen.end; k += kBlock) {
-    const int size = seen.end - k < kBlock ? seen.end - k : kBlock;
-    int first = 0, last = state.vectors;  // vectors with a row that sees one of these keys
-    const auto sees = [&](int v) { return block.of_vector[v].begin < k + size && block.of_vector[v].end > k; };
-    while (first < last && !sees(first)) ++first;
-    while (first < last && !sees(last - 1)) --last;
-    if (first == last) continue;
-    const ScorePairs scores = {key + k * stride,
-                               stride,
-                               queries + first * kLanes,
-                               state.params.head_dim,
-                               state.params.scale,
-                               state.memory.scores + k * kScoreStride + first * kLanes,
-                               size};
-    with_size<kVectors>(last - first, scores);
+// Rows of an odd number of elements, with a zero after each: (count, width + 1).
+void pad_rows(const BFloat16* from, int64_t stride, int count, int width, BFloat16* to) {
+  for (int k = 0; k < count; ++k, from += stride, to += width + 1) {
+    std::memcpy(to, from, width * sizeof(BFloat16));
+    to[width] = BFloat16{0};
   }
 }
 
@@ -77,56 +66,64 @@ void pair_weights(const TileState& state, const ScoreBlockState& block) {
   for (int at = 0; at < state.vectors * kLanes; at += kLanes) {
     for (int k = 0; k < block.keys; k += 2) {
       const Vec second = k + 1 < block.keys ? load(scores + (k + 1) * kScoreStride + at) : Vec{};
-      const BitVec pairs = round_to_pairs(load(scores + k * kScoreStride + at), second);
-      std::memcpy(scores + k / 2 * kScoreStride + at, &pairs, sizeof(pairs));
+      store(scores + k / 2 * kScoreStride + at, round_to_pairs(load(scores + k * kScoreStride + at), second));
     }
   }
 }
 
-// After the softmax. `output`: of the tile's first row, where what these keys add finishes it.
-void add_values_in_pairs(const TileState& state, const ScoreBlockState& block, const KeyRange* of_group,
-                         const BFloat16* value, int64_t stride, const uint8_t* seen, BFloat16* output) {
-  Scratch& memory = state.memory;
-  const int width = state.value_width, vectors = width / kLanes;
-  auto* pairs = reinterpret_cast<uint32_t*>(memory.value);
-  pair_values(value, stride, block.keys, state.params.head_dim_v, width, seen, pairs);
-  pair_weights(state, block);
-  for (int v = 0; v < vectors; v += kVectors) {
-    for (int r = 0, group = 0; r < state.count; r += kBlock, ++group) {
-      KeyRange keys = of_group[group].within(block.first, block.first + block.keys);
-      if (keys.empty()) {
-        if (state.has_output && !output) continue;  // nothing to add or to rescale
-        keys = {block.first, block.first};
-      }
-      // A key more on either side to make pairs of: its weights are 0.
-      const int begin = (keys.begin - block.first) / 2, end = (keys.end - block.first + 1) / 2;
-      const int64_t output_stride = state.params.output_strides.row;
-      const OutputPairs product = {memory.scores + begin * kScoreStride + r,
-                                   pairs + begin * width + v * kLanes,
-                                   width,
-                                   end - begin,
-                                   state.has_output ? state.rows.rescale + r : nullptr,
-                                   memory.out + r * width + v * kLanes,
-                                   width,
-                                   state.rows.factor + r,
-                                   output ? output + r * output_stride + v * kLanes : nullptr,
-                                   output_stride,
-                                   state.count - r < kBlock ? state.count - r : kBlock};
-      with_size<kVectors>(vectors - v < kVectors ? vectors - v : kVectors, product);
+// Rows of V as (pairs of keys, padded), padded in whole vectors. What lies beyond the last row or column, or in a row
+// that no query has `seen`, becomes 0.
+void pair_values(const BFloat16* from, int64_t stride, int count, int width, int padded, const uint8_t* seen,
+                 float* to) {
+  for (int k = 0; k < count; k += 2, to += padded) {
+    const BFloat16 *first = from + k * stride, *second = k + 1 < count ? first + stride : first;
+    const uint32_t has_first = !seen || seen[k] ? ~0u : 0u;
+    const uint32_t has_second = k + 1 < count && (!seen || seen[k + 1]) ? ~0u : 0u;
+    for (int d = 0; d < width; d += 2 * kLanes) {
+      const int left = width - d;
+      const uint32_t columns = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
+      const __m512i a = load_halves(first + d, columns & has_first), b = load_halves(second + d, columns & has_second);
+      store(to + d, pair_lower(a, b));
+      if (left > kLanes) store(to + d + kLanes, pair_upper(a, b));
     }
   }
+}
+
+int padded_width(int head_dim_v) { return (head_dim_v + kLanes - 1) / kLanes * kLanes; }
+
+// Values as all tiles of a head take them: (batch, num_heads_kv, pairs of keys, padded width). Packing pays from a few
+// tiles on; where a mask hides keys, or heads differ in length, each tile makes its own.
+int64_t packed_values_size(const AttentionParams& params) {
+  constexpr int kWorthPacking = 4 * kTileRows;
+  const int64_t rows = params.seqlen_q * (params.num_heads_q / params.num_heads_kv);
+  if (rows < kWorthPacking || params.cu_seqlens_q || params.rule.attn_mask) return 0;
+  return params.batch * params.num_heads_kv * ((params.seqlen_kv + 1) / 2) * padded_width(params.head_dim_v);
+}
+
+void pack_values(const AttentionParams& params, float* packed_values, int64_t head) {
+  const int64_t batch = head / params.num_heads_kv;
+  int64_t count = params.seqlen_kv;
+  if (params.rule.key_lengths) count = std::clamp<int64_t>(params.rule.key_lengths[batch], 0, count);
+  const int width = padded_width(params.head_dim_v);
+  pair_values(row_of<BFloat16>(params.value, params.value_strides, batch, head % params.num_heads_kv, 0),
+              params.value_strides.row, static_cast<int>(count), params.head_dim_v, width, nullptr,
+              packed_values + head * ((params.seqlen_kv + 1) / 2) * width);
 }
 
 template <>
 struct PairProducts<BFloat16> {
   static constexpr auto load_queries = load_query_pairs;
-  static constexpr auto score = score_in_pairs;
-  static constexpr auto add_values = add_values_in_pairs;
+  static constexpr auto pad_keys = pad_rows;
+  static constexpr auto load_weights = pair_weights;
+  static constexpr auto load_values = pair_values;
 };
 #else
 template <typename T>
 constexpr bool kInPairs = false;
 #endif
+
+template <typename T>
+using UnitOf = std::conditional_t<kInPairs<T>, Pairs, Floats>;
 
 }  // namespace
 }  // namespace mha_ext::cpu::MHA_CPU_TARGET
