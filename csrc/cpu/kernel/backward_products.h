@@ -20,19 +20,18 @@ struct GradientBlock {
   int to_count;
   bool accumulate;  // to what `to` holds
 
+  // What `to` holds is added last: it comes from memory, and the sums need not wait for it.
   template <int kTo, int kVecs>
   void block() const {
-    Vec sum[kTo][kVecs] = {};
     if (accumulate) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kTo; ++i) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) sum[i][v] = load(to + i * to_stride + v * kLanes);
-      }
+      for (int i = 0; i < kTo; ++i) __builtin_prefetch(to + i * to_stride, 1);
     }
+    Vec sum[kTo][kVecs] = {};
     const float* weight = weights;
     const float* row = rows;
-    for (int j = 0; j < row_count; ++j) {
+    const int64_t stride = row_stride;
+    for (int j = row_count; j > 0; --j) {
       Vec x[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) x[v] = load(row + v * kLanes);
@@ -43,12 +42,15 @@ struct GradientBlock {
         for (int v = 0; v < kVecs; ++v) sum[i][v] = fma(each, x[v], sum[i][v]);
       }
       weight += kRowStride;
-      row += row_stride;
+      row += stride;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kTo; ++i) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) store(to + i * to_stride + v * kLanes, sum[i][v]);
+      for (int v = 0; v < kVecs; ++v) {
+        float* at = to + i * to_stride + v * kLanes;
+        store(at, accumulate ? sum[i][v] + load(at) : sum[i][v]);
+      }
     }
   }
 

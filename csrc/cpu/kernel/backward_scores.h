@@ -27,7 +27,7 @@ void keep_cap_slopes(const TileState& state, const ScoreBlockState& block, float
 
 MHA_INLINE Vec unless_zero(Vec weight, Vec x) { return weight == Vec{} ? Vec{} : x; }
 
-// Calls use(at, v) for each vector of the block that some row may see, and stores zeros to `arrays` elsewhere.
+// Calls use(at, v) for each vector of the block that some row may see, and stores zeros to both arrays elsewhere.
 template <typename Use>
 MHA_INLINE void for_seen(const TileState& state, const ScoreBlockState& block, float* scores, float* grad_scores,
                          const Use& use) {
