@@ -181,7 +181,7 @@ CPU = Plan(
         CALL,
         PARTS,
     ),
-    tokens=1024, repeats=9, case_seconds=2.0,
+    tokens=1024, repeats=9, case_seconds=1.5,
 )  # fmt: skip
 GPU = Plan(
     (

@@ -35,7 +35,9 @@ SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 HOLD_SCORES = ("unfused", "reference")  # our backends that keep (B, H, L, L) matrices in memory
-REFERENCE_SCORES = 2**23  # beside kernels, plain PyTorch is timed up to this many scores
+# What keeps whole score matrices would take most of the time of a run on a CPU: how many scores are worth it.
+REFERENCE_SCORES = 2**23
+MATH_SCORES = 2**26
 
 Outputs = tuple[Tensor, ...]
 
@@ -154,7 +156,7 @@ def ours_per_backend(device: torch.device, forward: Callable[..., Any]) -> list[
 def reference_beside_kernels(case: Case, device: torch.device, forward: Callable[..., Any]) -> list[Contender]:
     """Plain PyTorch as one of those that our kernels are compared with.
 
-    It is written to be read and would take most of the time: on a GPU it is left out, on a CPU timed up to some size.
+    It is written to be read: on a GPU it is left out, on a CPU timed up to some size.
     """
     if device.type != "cpu" or not has_kernels(device):
         return []
@@ -163,12 +165,14 @@ def reference_beside_kernels(case: Case, device: torch.device, forward: Callable
     return [Contender("reference", False, forward, pinned, True, reason)]
 
 
-def sdpa_per_backend(device: torch.device, sdpa: Callable[..., Tensor]) -> list[Contender]:
+def sdpa_per_backend(case: Case, device: torch.device, sdpa: Callable[..., Tensor]) -> list[Contender]:
     """torch's call, pinned to each of its backends by name."""
 
     def refusal(backend: str) -> str | None:  # what torch's own message about a pinned backend would not say
         if device.type == "cpu" and backend in ("efficient", "cudnn"):
             return "scaled_dot_product_attention has it for CUDA tensors only"
+        if device.type == "cpu" and backend == "math" and scores_of(case) > MATH_SCORES:
+            return f"timed up to {MATH_SCORES} scores"
         return None
 
     return [

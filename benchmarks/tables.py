@@ -157,4 +157,4 @@ def ratio_text(value: float | None) -> str | None:
 
 def percent(value: float | None) -> str | None:
     """A whole number of percent."""
-    return None if value is None else f"{value:.0%}"
+    return None if value is None else f"{round(value, 2) + 0.0:.0%}"  # 0, not -0

@@ -83,7 +83,7 @@ class Attention(Workload):
         sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
         ours = partial(mha_ext.attention, **self.our_options())
         made = ours_per_backend(self.device, ours)
-        made += sdpa_per_backend(self.device, partial(sdpa, **self.options()))
+        made += sdpa_per_backend(self.case, self.device, partial(sdpa, **self.options()))
         if self.device.type == "cpu":
             refusal = onnx_runtime.refusal(self.case, self.device)
             call = onnx_runtime.OnnxAttention(self.masking)
