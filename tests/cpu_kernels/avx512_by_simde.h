@@ -34,6 +34,16 @@ inline __m512i maskz_loadu_epi16(uint32_t mask, const void* from) {
   return x;
 }
 
+inline __m256i cvtepi32_epi16(__m512i x) {
+  uint32_t from[16];
+  uint16_t element[16];
+  std::memcpy(from, &x, sizeof(x));
+  for (int i = 0; i < 16; ++i) element[i] = static_cast<uint16_t>(from[i]);
+  __m256i to;
+  std::memcpy(&to, element, sizeof(to));
+  return to;
+}
+
 inline uint16_t to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(x));
@@ -57,6 +67,8 @@ inline __m512bh cvtne2ps_pbh(__m512 upper, __m512 lower) {
 
 #undef _mm512_cvtps_ph
 #define _mm512_cvtps_ph(x, rounding) by_simde::cvtps_ph<rounding>(x)
+#undef _mm512_cvtepi32_epi16
+#define _mm512_cvtepi32_epi16(x) by_simde::cvtepi32_epi16(x)
 #undef _mm512_maskz_loadu_epi16
 #define _mm512_maskz_loadu_epi16(mask, from) by_simde::maskz_loadu_epi16(mask, from)
 #undef _mm512_cvtne2ps_pbh

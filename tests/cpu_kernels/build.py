@@ -66,8 +66,9 @@ def targets() -> list[str]:
 
 
 def sources(target: str) -> list[Path]:
-    """Of its kernels."""
-    found = [CSRC / "cpu" / f"attention_{kind}{target}.cpp" for kind in ("", "backward_")]
+    """Of its kernels, and of those that it leaves some types to: avx512_bf16 needs avx512."""
+    needed = [name for name in targets() if f"{target}_".startswith(f"{name}_")]
+    found = [CSRC / "cpu" / f"attention_{kind}{name}.cpp" for name in needed for kind in ("", "backward_")]
     return [path for path in found if path.exists()]
 
 
@@ -198,13 +199,13 @@ def build_kernel(build: Build, source: Path) -> Path:
     text, flags = source.read_text(), []
     if build.by_simde:
         text, flags = without_target(source), simde_flags()
-    return _cached(f"{build.name}-{source.stem}", [*_compiler(build), *flags, "-c"], text)
+    return _cached(source.stem, [*_compiler(build), *flags, "-c"], text)
 
 
 def build_main(build: Build) -> Path:
     """The object of driver.cpp."""
     command = [*_compiler(build), f"-DMHA_TEST_TARGET={build.target}", "-c"]
-    return _cached(f"{build.name}-driver", command, (HERE / "driver.cpp").read_text())
+    return _cached("driver", command, (HERE / "driver.cpp").read_text())
 
 
 def link(build: Build, objects: Sequence[Path]) -> Path:
@@ -230,9 +231,15 @@ def start(names: Sequence[str]) -> dict[str, Future[Path]]:
         return link(build, [each.result() for each in objects])
 
     executables = {}
+    kernels: dict[tuple[Path, bool, bool], Future[Path]] = {}
     for name in names:
         build = BUILDS[name]
-        objects = [pool.submit(build_kernel, build, source) for source in sources(build.target)]
+        objects = []
+        for source in sources(build.target):
+            key = source, build.by_simde, build.emulated  # what the objects of two builds may share
+            if key not in kernels:
+                kernels[key] = pool.submit(build_kernel, build, source)
+            objects.append(kernels[key])
         executables[name] = links.submit(finish, build, [*objects, pool.submit(build_main, build)])
     pool.shutdown(wait=False)
     links.shutdown(wait=False)

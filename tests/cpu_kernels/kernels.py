@@ -46,6 +46,11 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def contiguous(shape: Sequence[int]) -> list[int]:
+    """Its strides."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
 def memory_of(tensor: Tensor) -> bytes:
     """All that lies between a tensor's first element and its last."""
     flat = torch.as_strided(tensor, (extent(tensor.shape, tensor.stride()),), (1,))
@@ -62,23 +67,24 @@ class Call:
     def number(self, name: str, value: float | int | bool) -> None:
         self.parts.append(f"number {name} {int(value) if isinstance(value, bool) else value!r}\n".encode())
 
-    def strides(self, name: str, values: Sequence[int], axes: str = "batch head row col") -> None:
-        for axis, value in zip(axes.split(), values, strict=False):
-            self.number(f"{name}.{axis}", value)
+    def strides(self, name: str, strides: Sequence[int], packed: bool = False) -> None:
+        for axis, stride in zip(("batch", "head", "row", "col"), strides, strict=True):
+            self.number(f"{name}.{axis}", 0 if packed and axis == "batch" else stride)
 
     def input(self, name: str, tensor: Tensor) -> None:
         data = memory_of(tensor)
         self.parts += [f"input {name} {len(data)}\n".encode(), data]
 
-    def output(self, name: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> None:
+    def output(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> None:  # fmt: skip
+        strides = contiguous(shape) if strides is None else strides
+        if len(strides) == 4:
+            self.strides(name, strides, packed)
         length = extent(shape, strides) * dtype.itemsize
         self.parts.append(f"output {name} {length}\n".encode())
         self.outputs.append((name, dtype, tuple(shape), tuple(strides), length))
-
-
-def contiguous(shape: Sequence[int]) -> list[int]:
-    """Its strides."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 class Kernels:
@@ -126,7 +132,7 @@ class Kernels:
         self._forget()
         return KernelFault(f"{self.build.name}, {when}: ended with {code}\n{report[:4000]}")
 
-    def run(self, call: Call) -> dict[str, tuple[Tensor, Tensor]]:
+    def run(self, call: Call, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
         """Each output, and its whole memory."""
         process = self._process or self._start()
         assert process.stdin is not None
@@ -135,7 +141,7 @@ class Kernels:
         alarm.start()
         results = {}
         try:
-            process.stdin.write(b"".join([*call.parts, b"run\n"]))
+            process.stdin.write(b"".join([*call.parts, f"{kind}\n".encode()]))
             process.stdin.flush()
             if process.stdout.readline() != b"done\n":
                 raise self._fault("in a call")
@@ -152,77 +158,132 @@ class Kernels:
         return results
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, window: tuple[int | None, int | None] = (None, None),
-        q_offset: Any = 0, key_lengths: Tensor | None = None, alibi_slopes: Tensor | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None, rng_state: Tensor | None = None,
-        cu_seqlens: tuple[Tensor, Tensor] | None = None, output_strides: Sequence[int] | None = None,
-        splits: int = 1, threads: int = 2, statistics: bool = True,
+        self, inputs: dict[str, Any], *, output_strides: Sequence[int] | None = None, splits: int = 1, threads: int = 2,
+        statistics: bool = True,
     ) -> Result:  # fmt: skip
-        """`mha_ext.attention` by the kernels alone; packed with cu_seqlens, where tensors have a batch of 1."""
-        batch, heads, seqlen_q, head_dim = query.shape
-        heads_kv, seqlen_kv, head_dim_v = key.shape[1], key.shape[2], value.shape[3]
-        call = Call()
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            assert tensor.stride(3) == 1
-            call.input(name, tensor)
-            call.strides(name, tensor.stride()[:3] if cu_seqlens is None else (0, *tensor.stride()[1:3]))
-        out_shape, rows = (batch, heads, seqlen_q, head_dim_v), (batch, heads, seqlen_q)
-        out_strides = contiguous(out_shape) if output_strides is None else output_strides
-        call.output("output", query.dtype, out_shape, out_strides)
-        call.strides("output", out_strides[:3] if cu_seqlens is None else (0, *out_strides[1:3]))
-        call.output("lse", torch.float32, rows, contiguous(rows))
-        call.output("row_stats", torch.float32, (*rows, 2), contiguous((*rows, 2)))
+        """`mha_ext.attention` by the kernels alone.
+
+        Beside its arguments: rng_state with dropout_p, and cu_seqlens (of queries, of keys) with tensors of batch 1.
+        """
+        query, value = inputs["query"], inputs["value"]
+        shape, rows = (*query.shape[:3], value.shape[3]), query.shape[:3]
+        call = start_call(inputs, threads)
+        call.number("splits", splits)
+        call.output("output", query.dtype, shape, output_strides, "cu_seqlens" in inputs)
+        call.output("lse", torch.float32, rows)
+        call.output("row_stats", torch.float32, (*rows, 2))
         if statistics:
-            call.output("max_score", torch.float32, rows, contiguous(rows))
-            call.output("entropy", torch.float32, rows, contiguous(rows))
-        call.strides("rows", contiguous(rows)[:2] if cu_seqlens is None else (0, seqlen_q))
-        items = batch
-        if cu_seqlens is not None:
-            items = cu_seqlens[0].numel() - 1
-            call.input("cu_seqlens_q", cu_seqlens[0])
-            call.input("cu_seqlens_k", cu_seqlens[1])
-        for name, number in (
-            ("batch", items), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv), ("num_heads_q", heads),
-            ("num_heads_kv", heads_kv), ("head_dim", head_dim), ("head_dim_v", head_dim_v),
-            ("scale", 1 / math.sqrt(head_dim) if scale is None else scale), ("dtype", DTYPE_NUMBERS[query.dtype]),
-            ("softcap", softcap or 0.0), ("splits", splits), ("threads", threads),
-        ):  # fmt: skip
-            call.number(name, number)
-
-        if attn_mask is not None:
-            mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + attn_mask.shape)
-            strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
-            call.input("attn_mask", mask)
-            call.strides("attn_mask", strides)
-            call.number("attn_mask.dtype", DTYPE_NUMBERS[mask.dtype])
-        left, right = window
-        if is_causal:
-            right = 0 if right is None else min(right, 0)
-        call.number("window_left", -1 if left is None else left)
-        call.number("window_right", -1 if right is None else right)
-        if isinstance(q_offset, str):
-            q_offset = seqlen_kv - seqlen_q if cu_seqlens is None else cu_seqlens[1].diff() - cu_seqlens[0].diff()
-        if isinstance(q_offset, Tensor):
-            call.input("q_offsets", q_offset.long())
-        call.number("q_offset", 0 if isinstance(q_offset, Tensor) else q_offset)
-        if key_lengths is not None:
-            call.input("key_lengths", key_lengths.long())
-        if alibi_slopes is not None:
-            call.input("alibi_slopes", alibi_slopes)
-            call.strides("alibi_slopes", (0, *alibi_slopes.stride())[-2:])
-        if sinks is not None:
-            call.input("sinks", sinks)
-        if rng_state is not None:
-            call.input("rng_state", rng_state)
-            call.number("threshold", min(math.floor(dropout_p * 2**32), 2**32 - 1))
-            call.number("drop_all", dropout_p == 1)
-            call.number("keep_scale", 1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
-
-        results = self.run(call)
+            call.output("max_score", torch.float32, rows)
+            call.output("entropy", torch.float32, rows)
+        results = self.run(call, "forward")
         nothing = torch.empty(0)
         found = {name: tensor for name, (tensor, _) in results.items()}
         return Result(
             found["output"], found["lse"], found["row_stats"], found.get("max_score", nothing),
             found.get("entropy", nothing), results["output"][1],
         )  # fmt: skip
+
+    def gradients(
+        self, inputs: dict[str, Any], grad_output: Tensor, grad_lse: Tensor | None = None, *, threads: int = 2
+    ) -> dict[str, Tensor]:
+        """Of query, key, value, a float attn_mask, alibi_slopes and sinks: the forward, and the backward after it."""
+        forward = self.attention(inputs, threads=threads, statistics=False)
+        call = start_call(inputs, threads)
+        call.input("output", forward.output)
+        call.strides("output", forward.output.stride(), packed="cu_seqlens" in inputs)
+        call.input("row_stats", forward.row_stats)
+        call.input("grad_output", grad_output)
+        call.strides("grad_output", grad_output.stride(), packed="cu_seqlens" in inputs)
+        if grad_lse is not None:
+            call.input("grad_lse", grad_lse)
+        for name in ("query", "key", "value"):
+            tensor = inputs[name]
+            call.output(f"grad_{name}", tensor.dtype, tensor.shape, packed="cu_seqlens" in inputs)
+        batch, heads, seqlen_q = inputs["query"].shape[:3]
+        mask, slopes, sinks = (inputs.get(name) for name in ("attn_mask", "alibi_slopes", "sinks"))
+        if mask is not None and mask.is_floating_point():
+            bias = (*with_four_axes(mask).shape[:3], inputs["key"].shape[2])
+            call.output("grad_bias", torch.float32, bias)
+            for axis, size in zip(("batch", "head", "row"), bias, strict=False):
+                call.number(f"bias.{axis}", size)
+        if slopes is not None:
+            call.output("grad_slopes", torch.float32, (batch, heads))
+        if sinks is not None:
+            rows = (batch, heads, seqlen_q)
+            call.output("grad_sink_rows", torch.float32, rows)
+        found = {name.removeprefix("grad_"): tensor for name, (tensor, _) in self.run(call, "backward").items()}
+        if "bias" in found:
+            found["attn_mask"] = found.pop("bias").sum_to_size(with_four_axes(mask).shape).reshape(mask.shape)
+        if "slopes" in found:
+            found["alibi_slopes"] = found.pop("slopes").sum_to_size(slopes.shape)
+        if "sink_rows" in found:
+            found["sinks"] = found.pop("sink_rows").sum((0, 2))
+        return found
+
+
+def with_four_axes(mask: Tensor) -> Tensor:
+    """As the kernels read it."""
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def start_call(inputs: dict[str, Any], threads: int) -> Call:
+    """All that forward and backward read, in the terms of csrc/params.h."""
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    (batch, heads, seqlen_q, head_dim), seqlen_kv = query.shape, key.shape[2]
+    cu_seqlens = inputs.get("cu_seqlens")
+    call = Call()
+    for name in ("query", "key", "value"):
+        assert inputs[name].stride(3) == 1
+        call.input(name, inputs[name])
+        call.strides(name, inputs[name].stride(), packed=cu_seqlens is not None)
+    rows = contiguous(query.shape[:3])
+    call.number("rows.batch", rows[0] if cu_seqlens is None else 0)
+    call.number("rows.head", rows[1])
+    if cu_seqlens is not None:
+        batch = cu_seqlens[0].numel() - 1
+        call.input("cu_seqlens_q", cu_seqlens[0])
+        call.input("cu_seqlens_k", cu_seqlens[1])
+    scale = inputs.get("scale")
+    for name, number in (
+        ("batch", batch), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv), ("num_heads_q", heads),
+        ("num_heads_kv", key.shape[1]), ("head_dim", head_dim), ("head_dim_v", value.shape[3]),
+        ("scale", 1 / math.sqrt(head_dim) if scale is None else scale), ("dtype", DTYPE_NUMBERS[query.dtype]),
+        ("softcap", inputs.get("softcap", 0.0)), ("threads", threads),
+    ):  # fmt: skip
+        call.number(name, number)
+
+    mask = inputs.get("attn_mask")
+    if mask is not None:
+        mask = with_four_axes(mask)
+        call.input("attn_mask", mask)
+        call.strides(
+            "attn_mask", [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True)]
+        )
+        call.number("attn_mask.dtype", DTYPE_NUMBERS[mask.dtype])
+    left, right = inputs.get("window", (None, None))
+    if inputs.get("is_causal"):
+        right = 0 if right is None else min(right, 0)
+    call.number("window_left", -1 if left is None else left)
+    call.number("window_right", -1 if right is None else right)
+    q_offset = inputs.get("q_offset", 0)
+    if isinstance(q_offset, str):
+        q_offset = seqlen_kv - seqlen_q if cu_seqlens is None else cu_seqlens[1].diff() - cu_seqlens[0].diff()
+    if isinstance(q_offset, Tensor):
+        call.input("q_offsets", q_offset.long())
+    call.number("q_offset", 0 if isinstance(q_offset, Tensor) else q_offset)
+    if "key_lengths" in inputs:
+        call.input("key_lengths", inputs["key_lengths"].long())
+    slopes = inputs.get("alibi_slopes")
+    if slopes is not None:
+        call.input("alibi_slopes", slopes)
+        call.number("alibi_slopes.batch", slopes.stride(0) if slopes.ndim == 2 else 0)
+        call.number("alibi_slopes.head", slopes.stride(-1))
+    if "sinks" in inputs:
+        call.input("sinks", inputs["sinks"])
+    if "rng_state" in inputs:
+        dropout_p = inputs["dropout_p"]
+        call.input("rng_state", inputs["rng_state"])
+        call.number("threshold", min(math.floor(dropout_p * 2**32), 2**32 - 1))
+        call.number("drop_all", dropout_p == 1)
+        call.number("keep_scale", 1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+    return call
