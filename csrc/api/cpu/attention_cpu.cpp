@@ -32,6 +32,21 @@ at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params, int t
   return partial;
 }
 
+// Values in the form that the kernels want, where many tiles of a head read them; and the memory for it.
+at::Tensor pack_values(const cpu::Kernels& kernels, cpu::WorkPlan& plan, const AttentionParams& params, int threads) {
+  const int64_t size = kernels.packed_values_size ? kernels.packed_values_size(params) : 0;
+  if (size == 0) return {};
+  at::Tensor packed = at::detail::empty_cpu({size}, at::kFloat);
+  auto* to = packed.mutable_data_ptr<float>();
+  plan.packed_values = to;
+  const auto pack = [&](int64_t first, int64_t end) {
+    for (int64_t head = first; head < end; ++head) kernels.pack_values(params, to, head);
+  };
+  const int64_t heads = params.batch * params.num_heads_kv;
+  threads == 1 ? pack(0, heads) : at::parallel_for(0, heads, 1, pack);
+  return packed;
+}
+
 // Units in order, each to the next thread that is free.
 void run_units(const cpu::Kernels& kernels, const AttentionParams& params, const cpu::WorkPlan& plan, int threads) {
   const int64_t units = plan.units();
@@ -135,6 +150,7 @@ void compute_attention(const AttentionParams& params) {
   if (plan.tiles == 0) return;
   const int threads = is_small(params) || at::in_parallel_region() ? 1 : at::get_num_threads();
   const at::Tensor partial = plan_splits(plan, params, threads);
+  const at::Tensor packed = pack_values(kernels, plan, params, threads);
   run_units(kernels, params, plan, threads);
   if (plan.splits > 1) {
     for (int64_t tile = 0; tile < plan.tiles; ++tile) kernels.merge_splits(params, plan, tile);

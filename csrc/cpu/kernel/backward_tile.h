@@ -55,8 +55,10 @@ void load_tile_rows(const TileState& state, const void* tensor, const Strides3& 
     if (scale == 1) continue;
     for (int d = 0; d < padded; d += kLanes) store(to + d, load(to + d) * broadcast(scale));
   }
-  for (int r = 0; r < state.vectors * kLanes; r += 4) {
-    transpose_four<kTileRows, kRowStride>(rows + r * kRowStride, width, 1.f, columns + r);
+  for (int r = 0; r < state.vectors * kLanes; r += kTransposed) {
+    const float* from[kTransposed];
+    for (int i = 0; i < kTransposed; ++i) from[i] = rows + (r + i) * kRowStride;
+    transpose_rows<kTileRows>(from, width, 1.f, columns + r);
   }
 }
 
