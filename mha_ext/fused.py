@@ -153,6 +153,20 @@ def _differentiable(
     return differentiable_gradients(_plain_outputs(saved), grads[:2], wanted, needs)
 
 
+def differentiable_direct(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: Tensor | None, q_offset: int,
+    window_left: int, window_right: int, softcap: float, scale: float, grad_output: Tensor,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`_differentiable` of a call that went the short way (csrc/api/cpu/direct_gradient.cpp)."""
+    window = (None if window_left < 0 else window_left, None if window_right < 0 else window_right)
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    rule = ScoreRule(mask, window, q_offset, key_lengths, None, softcap or None, None)
+    settings = Settings(0.0, scale, False, False, True)
+    saved = Saved(query, key, value, query, query, query, None, None, rule, settings)  # its rows are not read
+    return _differentiable(saved, (query, key, value), (grad_output, None), (*needs, False, False, False))
+
+
 # Without setup_context, for which torch binds the arguments to forward's signature in every call: longer than a small
 # attention takes. Transforms, which would need it, go to plain PyTorch.
 class _FusedAttention(torch.autograd.Function):
@@ -240,8 +254,9 @@ def _restored(
     ctx: Any, count: int, parts: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[tuple[Tensor, ...], Saved]:
     """The inverse of `_keep`: the inputs, of which query, key and value are `parts`, and what was saved with them."""
-    inputs = ctx.saved_tensors[:count]
-    output, lse, row_stats, rng_state, cu_seqlens_q, cu_seqlens_k, *kept = ctx.saved_tensors[count:]
+    tensors = ctx.saved_tensors  # asked for once: a checkpoint refuses a second time
+    inputs = tensors[:count]
+    output, lse, row_stats, rng_state, cu_seqlens_q, cu_seqlens_k, *kept = tensors[count:]
     sequences = None if cu_seqlens_q is None else Sequences(cu_seqlens_q, cu_seqlens_k)
     rule = restored_rule(ctx, kept)
     query, key, value = parts(inputs)

@@ -106,7 +106,7 @@ def check_same(short: Tensor, ordinary: Tensor) -> None:
     assert type(short) is Tensor
     for fact in (lambda x: x.dtype, Tensor.size, Tensor.stride, Tensor.is_inference, lambda x: x.requires_grad):
         assert fact(short) == fact(ordinary)
-    assert torch.equal(short.view(torch.uint8), ordinary.view(torch.uint8))
+    assert torch.equal(short.contiguous().view(torch.uint8), ordinary.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -151,6 +151,123 @@ def test_parameters_without_gradient(ways: Ways, monkeypatch: pytest.MonkeyPatch
         check_same(*both(ways, monkeypatch, q, k, v, attn_mask=nn.Parameter(torch.zeros(9, 13))))
 
 
+# --- with a gradient ------------------------------------------------------------------------------
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, again: bool = False, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Output and gradients, and those of the gradients' squares where they are differentiated `again`."""
+    inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)]
+    output = mha_ext.attention(*inputs, **kwargs)
+    assert isinstance(output, Tensor)
+    assert output.requires_grad
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output).to(output.dtype)
+    first = torch.autograd.grad(output, inputs, weights, create_graph=again)
+    second = torch.autograd.grad(sum(x.float().square().sum() for x in first), inputs) if again else ()
+    return output.detach(), *(x.detach() for x in first), *second
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_the_ordinary_way(
+    form: str, dtype: torch.dtype, again: bool, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = gradients(*tensors(dtype), again, **FORMS[form])
+    assert ways.taken == 1
+    monkeypatch.setattr(functional, "_direct", None)
+    for x, y in zip(short, gradients(*tensors(dtype), again, **FORMS[form]), strict=True):
+        check_same(x, y)
+
+
+@pytest.mark.parametrize("layout", ["heads outside", "rows outside"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_shapes_and_layouts(shape: str, layout: str, ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tensors(**SHAPES[shape])
+    inputs = tuple(map(by_rows, inputs)) if layout == "rows outside" else inputs  # type: ignore[assignment]
+    short = gradients(*inputs, is_causal=True, q_offset="end")
+    assert ways.taken == 1
+    monkeypatch.setattr(functional, "_direct", None)
+    for x, y in zip(short, gradients(*inputs, is_causal=True, q_offset="end"), strict=True):
+        check_same(x, y)
+
+
+def test_only_the_inputs_that_want_a_gradient_get_one(ways: Ways) -> None:
+    expected = gradients(*tensors())[1:]
+    for which in range(3):
+        inputs = list(tensors())
+        inputs[which].requires_grad_()
+        output = mha_ext.attention(*inputs)
+        assert isinstance(output, Tensor)
+        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
+        for i, x in enumerate(inputs):
+            if i == which:
+                torch.testing.assert_close(x.grad, expected[i], atol=0, rtol=0)
+            else:
+                assert x.grad is None
+    assert ways.taken == 4
+
+
+def test_a_graph_is_freed_and_kept_as_any_other(ways: Ways) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    output = mha_ext.attention(q, k, v)
+    assert isinstance(output, Tensor)
+    once = torch.autograd.grad(output.sum(), q, retain_graph=True)[0]  # sum's gradient is expanded: strides of 0
+    twice = torch.autograd.grad(output.sum(), q)[0]
+    assert torch.equal(once, twice)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        output.sum().backward()
+    output = mha_ext.attention(q, k, v)
+    assert isinstance(output, Tensor)
+    with torch.no_grad():
+        k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    assert ways.taken == 2
+
+
+def test_saved_tensors_that_are_hooked_go_the_ordinary_way(ways: Ways) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        mha_ext.attention(q, k, v)
+    assert (ways.tried, ways.taken) == (1, 0)
+    output = torch.utils.checkpoint.checkpoint(mha_ext.attention, q, k, v, use_reentrant=False)
+    assert isinstance(output, Tensor)
+    output.sum().backward()
+    assert ways.taken == 0
+
+
+def test_the_profiler_sees_the_operator_of_the_backward(ways: Ways) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    output = mha_ext.attention(q, k, v)
+    assert isinstance(output, Tensor)
+    assert ways.taken == 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        output.sum().backward()
+    assert "mha_ext::attention_backward_cpu" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_autograd_traces_the_backward(ways: Ways) -> None:
+    from torch._dynamo import compiled_autograd
+
+    q, k, v = (x.requires_grad_() for x in tensors())
+    expected = torch.autograd.grad(mha_ext.attention(q, k, v, is_causal=True), (q, k, v), torch.ones_like(q))
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    output = mha_ext.attention(q, k, v, is_causal=True)
+    assert isinstance(output, Tensor)
+    assert ways.taken == 2
+    with compiled_autograd._enable(compiler):
+        output.backward(torch.ones_like(output))
+    assert len(graphs) == 1
+    for x, gradient in zip((q, k, v), expected, strict=True):
+        torch.testing.assert_close(x.grad, gradient, atol=0, rtol=0)
+
+
 # --- what is left to the ordinary way -------------------------------------------------------------
 
 Q, K, V = tensors()
@@ -193,9 +310,6 @@ DECLINED: dict[str, Callable[[], Any]] = {
     "negative bit": call(torch._neg_view(Q), K, V),
     "a subclass": call(Q.as_subclass(Subclass), K, V),
     "no tensor": call(Q.tolist(), K, V),
-    "gradient of query": call(Q.clone().requires_grad_(), K, V),
-    "gradient of key": call(Q, K.clone().requires_grad_(), V),
-    "gradient of value": call(Q, K, V.clone().requires_grad_()),
     "gradient of the mask": call(Q, K, V, torch.zeros(9, 13, requires_grad=True)),
     "mask of another shape": call(Q, K, V, torch.ones(9, 12, dtype=torch.bool)),
     "mask of five axes": call(Q, K, V, torch.ones(1, 2, 4, 9, 13, dtype=torch.bool)),

@@ -5,8 +5,8 @@
 // words every error; the two agree bit for bit.
 #include "api/cpu/direct.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -26,6 +26,33 @@
 #include "params.h"
 
 namespace mha_ext {
+
+bool nobody_listens() {
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  return (local.included_ - c10::default_included_set).empty() && local.excluded_.has(c10::DispatchKey::AutocastCPU) &&
+         !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() && !torch::jit::tracer::isTracing() &&
+         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet ordinary(
+      {c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU});
+  return tensor.key_set() - ordinary == c10::DispatchKeySet(c10::DispatchKey::CPU);
+}
+
+AttentionParams direct_params(const DirectCall& call, const at::Tensor& output) {
+  AttentionParams params = attention_params(call.query, call.key, call.value, output, call.scale);
+  params.rule = call.rule;
+  params.dropout = dropout_params(0, {}, call.query, "query");
+  return params;
+}
+
+void compute_from_python(const AttentionParams& params) {
+  if (is_small(params)) return compute_attention(params);
+  const pybind11::gil_scoped_release others_may_run;
+  compute_attention(params);
+}
+
 namespace {
 
 // The arguments of `mha_ext.attention`, in its order.
@@ -51,22 +78,11 @@ enum Argument {
   kArguments
 };
 
-// Whether calls of operators on this thread go to kernels and nowhere else: nobody watches, traces, transforms or
-// casts.
-bool nobody_listens() {
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  return (local.included_ - c10::default_included_set).empty() && local.excluded_.has(c10::DispatchKey::AutocastCPU) &&
-         !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() && !torch::jit::tracer::isTracing() &&
-         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
-}
-
 // The tensor where it is an ordinary one in the CPU's memory.
 const at::Tensor* plain_tensor(PyObject* object) {
   if (!THPVariable_CheckExact(object)) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  constexpr c10::DispatchKeySet ordinary(
-      {c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU});
-  return tensor.key_set() - ordinary == c10::DispatchKeySet(c10::DispatchKey::CPU) ? &tensor : nullptr;
+  return is_plain(tensor) ? &tensor : nullptr;
 }
 
 bool is_bool(PyObject* object) { return object == Py_True || object == Py_False; }
@@ -120,32 +136,35 @@ bool read_q_offset(PyObject* offset, int64_t end, ScoreRuleParams& rule) {
   return number.has_value();
 }
 
-bool read_key_lengths(PyObject* object, int64_t batch, ScoreRuleParams& rule) {
+bool read_key_lengths(PyObject* object, DirectCall& call) {
   if (object == Py_None) return true;
   const at::Tensor* lengths = plain_tensor(object);
-  if (!lengths || lengths->dim() != 1 || lengths->size(0) != batch || lengths->scalar_type() != at::kLong ||
-      !lengths->is_contiguous()) {
+  if (!lengths || lengths->dim() != 1 || lengths->size(0) != call.query.size(0) ||
+      lengths->scalar_type() != at::kLong || !lengths->is_contiguous()) {
     return false;
   }
-  rule.key_lengths = lengths->const_data_ptr<int64_t>();
+  call.key_lengths = lengths;
+  call.rule.key_lengths = lengths->const_data_ptr<int64_t>();
   return true;
 }
 
-// A mask that broadcasts to `shape`, of any strides.
-bool read_mask(PyObject* object, at::IntArrayRef shape, bool may_need_grad, ScoreRuleParams& rule) {
+// A mask that broadcasts to (B, Hq, Lq, Lk), of any strides.
+bool read_mask(PyObject* object, bool may_need_grad, DirectCall& call) {
   if (object == Py_None) return true;
   const at::Tensor* mask = plain_tensor(object);
   if (!mask || mask->dim() > 4 || (may_need_grad && mask->requires_grad())) return false;
   const at::ScalarType dtype = mask->scalar_type();
   if (dtype != at::kBool && dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16) return false;
+  const int64_t shape[] = {call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2)};
   int64_t strides[4] = {0, 0, 0, 0};
   for (int64_t axis = 4 - mask->dim(), own = 0; axis < 4; ++axis, ++own) {
     if (mask->size(own) != 1 && mask->size(own) != shape[axis]) return false;
     strides[axis] = stride_of(*mask, own);
   }
-  rule.attn_mask = mask->const_data_ptr();
-  rule.mask_strides = {strides[0], strides[1], strides[2], strides[3]};
-  rule.mask_dtype = to_dtype(dtype);
+  call.attn_mask = mask;
+  call.rule.attn_mask = mask->const_data_ptr();
+  call.rule.mask_strides = {strides[0], strides[1], strides[2], strides[3]};
+  call.rule.mask_dtype = to_dtype(dtype);
   return true;
 }
 
@@ -182,40 +201,32 @@ PyObject* attention(PyObject* const* arguments) {
   const at::Tensor* const key = plain_tensor(arguments[kKey]);
   const at::Tensor* const value = plain_tensor(arguments[kValue]);
   if (!query || !key || !value || !fit(*query, *key, *value)) return nullptr;
-  const bool with_grad = at::GradMode::is_enabled();
-  if (with_grad && (query->requires_grad() || key->requires_grad() || value->requires_grad())) return nullptr;
-  const int64_t batch = query->size(0), heads = query->size(1), seqlen_q = query->size(2), seqlen_kv = key->size(2);
-
-  ScoreRuleParams rule = {};
-  rule.mask_dtype = DType::kBool;
-  if (!read_window(arguments[kWindow], is_causal == Py_True, rule) ||
-      !read_q_offset(arguments[kQOffset], seqlen_kv - seqlen_q, rule) ||
-      !read_key_lengths(arguments[kKeyLengths], batch, rule) ||
-      !read_mask(arguments[kAttnMask], {batch, heads, seqlen_q, seqlen_kv}, with_grad, rule)) {
+  DirectCall call = {*query, *key, *value};
+  call.rule.mask_dtype = DType::kBool;
+  const bool grad_mode = at::GradMode::is_enabled();
+  if (!read_window(arguments[kWindow], is_causal == Py_True, call.rule) ||
+      !read_q_offset(arguments[kQOffset], key->size(2) - query->size(2), call.rule) ||
+      !read_key_lengths(arguments[kKeyLengths], call) || !read_mask(arguments[kAttnMask], grad_mode, call)) {
     return nullptr;
   }
   if (arguments[kSoftcap] != Py_None) {
     const std::optional<double> softcap = finite_number(arguments[kSoftcap]);
     if (!softcap || *softcap <= 0) return nullptr;
-    rule.softcap = *softcap;
+    call.rule.softcap = *softcap;
   }
-  double scale = 1 / std::sqrt(static_cast<double>(query->size(3)));
+  call.scale = 1 / std::sqrt(static_cast<double>(query->size(3)));
   if (arguments[kScale] != Py_None) {
-    const std::optional<double> given = finite_number(arguments[kScale]);
-    if (!given) return nullptr;
-    scale = *given;
+    const std::optional<double> scale = finite_number(arguments[kScale]);
+    if (!scale) return nullptr;
+    call.scale = *scale;
   }
 
-  at::Tensor output = empty_like_layout(*query, value->size(3));
-  AttentionParams params = attention_params(*query, *key, *value, output, scale);
-  params.rule = rule;
-  params.dropout = dropout_params(0, {}, *query, "query");
-  if (is_small(params)) {
-    compute_attention(params);
-  } else {
-    const pybind11::gil_scoped_release others_may_run;
-    compute_attention(params);
+  if (grad_mode && (query->requires_grad() || key->requires_grad() || value->requires_grad())) {
+    if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return nullptr;
+    return THPVariable_Wrap(attention_with_gradient(call));
   }
+  at::Tensor output = empty_like_layout(*query, value->size(3));
+  compute_from_python(direct_params(call, output));
   return THPVariable_Wrap(std::move(output));
 }
 
