@@ -63,6 +63,7 @@ class Contender:
     ours: bool
     forward: Callable[..., Any]  # inputs -> a tensor or a tuple of them
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext  # entered once around many calls
+    asked: Callable[[], AbstractContextManager[object]] | None = None  # around one call before, which may refuse
     holds_scores: bool = False
     unavailable: str | None = None  # why it cannot run here at all
     own_threads: bool = False  # not torch's: both need time to go to sleep
@@ -138,19 +139,22 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def ours_per_backend(device: torch.device, forward: Callable[..., Any]) -> list[Contender]:
-    """`forward(*inputs)`, one of ours, once per backend that it is pinned to; the reference where there is no other."""
-    return [
-        Contender(
-            f"ours-{name}",
-            True,
-            forward,
-            partial(mha_ext.backends.use_backend, name),
-            name in HOLD_SCORES,
-            reason,
-        )
-        for name, reason in our_backends(device).items()
-        if name != "reference" or not has_kernels(device)
-    ]
+    """`forward(*inputs)`, one of ours, once per backend; the reference where there is no other.
+
+    The first that is there is what a call takes that names none. It is timed so, and named in a call before, to see
+    whether it refuses; the others are named in every call.
+    """
+    named = our_backends(device)
+    by_itself = next((name for name, reason in named.items() if reason is None), None)
+    if mha_ext.backends.requested() is not None:  # by the environment
+        by_itself = None
+    made = []
+    for name, reason in named.items():
+        if name != "reference" or not has_kernels(device):
+            asked = partial(mha_ext.backends.use_backend, name)
+            pinned = nullcontext if name == by_itself else asked
+            made.append(Contender(f"ours-{name}", True, forward, pinned, asked, name in HOLD_SCORES, reason))
+    return made
 
 
 def reference_beside_kernels(case: Case, device: torch.device, forward: Callable[..., Any]) -> list[Contender]:
@@ -162,7 +166,7 @@ def reference_beside_kernels(case: Case, device: torch.device, forward: Callable
         return []
     reason = f"timed up to {REFERENCE_SCORES} scores" if scores_of(case) > REFERENCE_SCORES else None
     pinned = partial(mha_ext.backends.use_backend, "reference")
-    return [Contender("reference", False, forward, pinned, True, reason)]
+    return [Contender("reference", False, forward, pinned, holds_scores=True, unavailable=reason)]
 
 
 def sdpa_per_backend(case: Case, device: torch.device, sdpa: Callable[..., Tensor]) -> list[Contender]:
@@ -176,6 +180,13 @@ def sdpa_per_backend(case: Case, device: torch.device, sdpa: Callable[..., Tenso
         return None
 
     return [
-        Contender(f"sdpa-{name}", False, sdpa, partial(sdpa_kernel, [backend]), name == "math", refusal(name))
+        Contender(
+            f"sdpa-{name}",
+            False,
+            sdpa,
+            partial(sdpa_kernel, [backend]),
+            holds_scores=name == "math",
+            unavailable=refusal(name),
+        )
         for name, backend in SDPA_BACKENDS.items()
     ]

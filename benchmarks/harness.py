@@ -145,9 +145,12 @@ def verify(workload: Workload, contender: Contender, inputs: Inputs, put: Callab
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            before_all = contender.asked or (contender.pinned if device.type == "cuda" else None)
+            if before_all:  # may refuse; on a GPU it also loads and compiles, and keeps library workspaces
+                with torch.set_grad_enabled(training), before_all():
+                    workload.run(contender, inputs)
             with torch.set_grad_enabled(training), contender.pinned():
                 if device.type == "cuda":
-                    workload.run(contender, inputs)  # loads and compiles, and keeps library workspaces
                     torch.cuda.synchronize(device)
                     torch.cuda.reset_peak_memory_stats(device)
                     before = torch.cuda.memory_allocated(device)

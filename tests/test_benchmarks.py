@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mha_ext
 from benchmarks import cli, harness, judgement, onnx_runtime, peak, report, roofline
 from benchmarks.cases import GROUPS, MASKS, PLANS, PRESETS, Case, Plan, Sweep, cases_of
 from benchmarks.contenders import Contender, Workload
@@ -311,6 +312,26 @@ def test_a_backend_that_appears_is_measured_by_name(monkeypatch: pytest.MonkeyPa
         "ours-reference": "timed",
     }
     assert results["ours-fused"].reason == "not on Tuesdays"
+
+
+def test_the_first_backend_is_timed_as_it_is_called_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    attention = mha_ext.attention
+
+    def watched(*tensors: Tensor, **options: object) -> Tensor:
+        asked.append(backends.requested())
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr("mha_ext.attention", watched)
+    first = "cpu" if HAS_KERNELS else "reference"
+    assert measured(case_of(), only=(f"ours-{first}",))[f"ours-{first}"].status == "timed"
+    assert asked[0] == first
+    assert set(asked[1:]) == {None}
+
+    asked.clear()
+    monkeypatch.setattr(backends, "_environment", first)
+    measured(case_of(), only=(f"ours-{first}",))
+    assert set(asked) == {first}
 
 
 def test_score_matrices_that_do_not_fit_are_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
