@@ -40,7 +40,9 @@ EDGES = [
     )
     for head_dim, head_dim_v in [widths]
 ]  # fmt: skip
-ALL_CASES = [*CASES, *EDGES]
+# Enough tiles of a head that bf16 values are packed once for all of them.
+PACKED_VALUES = Case("many_tiles", Shape(3, 4, 1, 64, 99, 24, 33), ("lengths", "causal_end"))
+ALL_CASES = [*CASES, *EDGES, PACKED_VALUES]
 SPLIT_CASES = [
     Case("one_query", Shape(2, 4, 2, 1, 600, 40, 24), ("lengths", "softcap")),
     Case("few_queries", Shape(1, 2, 1, 3, 500, 64, 33), ("causal_end", "sinks")),
