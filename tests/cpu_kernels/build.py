@@ -31,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 import build_backend  # noqa: E402
 
 FLAGS = ("-std=c++17", "-Og", "-g1", "-fno-omit-frame-pointer", "-pthread", "-w", f"-I{CSRC}")
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Not what AddressSanitizer finds anyway: without these checks the kernels compile in two thirds of the time.
+LEFT_TO_ADDRESS = "-fno-sanitize=null,object-size,vptr,pointer-overflow"
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", LEFT_TO_ADDRESS)
 KEPT_FILES = 200  # objects and executables; every state of the sources gives others
 
 # What makes a kernel's source be compiled for a processor: without it the intrinsics can be those of SIMDe.

@@ -235,12 +235,11 @@ void forward(const Call& call) {
     partial = std::make_unique<Floats>(plan.units() * plan.max_rows * plan.partial_stride);
     plan.partial = partial->data();
   }
-  std::unique_ptr<Floats> packed;
-  if (const int64_t size = kernels.packed_values_size ? kernels.packed_values_size(params) : 0; size > 0) {
-    packed = std::make_unique<Floats>(size);
-    plan.packed_values = packed->data();
+  const Floats packed(kernels.packed_values_size ? kernels.packed_values_size(params) : 0);
+  if (packed.bytes() > 0) {
+    plan.packed_values = packed.data();
     in_threads(threads, params.batch * params.num_heads_kv,
-               [&](int64_t head, int) { kernels.pack_values(params, packed->data(), head); });
+               [&](int64_t head, int) { kernels.pack_values(params, packed.data(), head); });
   }
   in_threads(threads, plan.units(), [&](int64_t unit, int) { kernels.run_unit(params, plan, unit); });
   if (plan.splits > 1) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -24,7 +25,7 @@ SANITIZER_OPTIONS = {
 }
 
 
-class KernelFault(RuntimeError):
+class KernelError(RuntimeError):
     """The process died: a sanitizer's report, a read of memory that is not there, an emulator's complaint."""
 
 
@@ -118,19 +119,17 @@ class Kernels:
     def _forget(self) -> None:
         assert self._process is not None
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
         self._process = None
 
-    def _fault(self, when: str) -> KernelFault:
+    def _fault(self, when: str) -> KernelError:
         assert self._process is not None
         code = self._process.wait(SECONDS_A_CALL)
         self._stderr.seek(0)
         report = self._stderr.read().decode(errors="replace")
         self._forget()
-        return KernelFault(f"{self.build.name}, {when}: ended with {code}\n{report[:4000]}")
+        return KernelError(f"{self.build.name}, {when}: ended with {code}\n{report[:4000]}")
 
     def run(self, call: Call, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
         """Each output, and its whole memory."""

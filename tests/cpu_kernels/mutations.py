@@ -29,7 +29,119 @@ class Mutation:
     tests: str  # pytest's -k, beside the build
 
 
-MUTATIONS: dict[str, Mutation] = {}
+_VALUES, _GRADIENTS = "values_follow", "gradients_follow"
+
+MUTATIONS = {
+    # memory
+    "overrun: a row is read in whole vectors": Mutation(
+        "cpu/kernel/elements.h",
+        "for (; i + kLanes <= count; i += kLanes) store(to + i, load_as_float(from + i));",
+        "for (; i < count; i += kLanes) store(to + i, load_as_float(from + i));",
+        "avx2_sanitized",
+        f"{_VALUES} and q1_k97",
+    ),
+    "overrun: a row is written in whole vectors": Mutation(
+        "cpu/kernel/elements.h",
+        "for (; i + kLanes <= count; i += kLanes) store_rounded(",
+        "for (; i < count; i += kLanes) store_rounded(",
+        "portable_sanitized",
+        f"{_VALUES} and q1_k97",
+    ),
+    "overrun: the last tile has as many queries as every other": Mutation(
+        "cpu/work_plan.h",
+        "static_cast<int>(std::min<int64_t>(kTileRows, queries.length - tile.first_query))",
+        "kTileRows",
+        "avx2_sanitized",
+        f"{_VALUES} and q70_k197",
+    ),
+    "overrun: pairs of bf16 beyond the last column": Mutation(
+        "cpu/kernel/attention_bf16.h",
+        "left >= 2 * kLanes ? ~0u : (1u << left) - 1",
+        "~0u",
+        "avx512_bf16_sanitized",
+        f"{_VALUES} and bfloat16 and q33",
+    ),
+    "overrun: the last run of keys is as long as every other": Mutation(
+        "cpu/kernel/backward.h",
+        "std::min(first + plan.run_keys, keys.length)",
+        "first + plan.run_keys",
+        "avx2_sanitized",
+        f"{_GRADIENTS} and q70_k197",
+    ),
+    "aligned: a vector is loaded from where floats may lie": Mutation(
+        "cpu/kernel/simd.h",
+        "  Vec x;\n  std::memcpy(&x, from, sizeof(x));",
+        "  Vec x = *reinterpret_cast<const Vec*>(from);",
+        "avx2_sanitized",
+        f"{_VALUES} and q70_k197",
+    ),
+    "never written: sums start with what memory holds": Mutation(
+        "cpu/kernel/tile.h",
+        "rows.sum[r] = rows.weighted[r] = 0;",
+        "rows.weighted[r] = 0;",
+        "portable_sanitized",
+        f"{_VALUES} and full_tile",
+    ),
+    "threads: one scratch for all": Mutation(
+        "cpu/kernel/tile.h",
+        "thread_local std::unique_ptr<Scratch>",
+        "static std::unique_ptr<Scratch>",
+        "avx2_sanitized",
+        f"{_VALUES} and (swin or q130 or q75)",
+    ),
+    # masks
+    "mask: one key beyond the window": Mutation(
+        "cpu/kernel/scores.h", "(key < end)", "(key <= end)", "portable_sanitized", f"{_VALUES} and q63"
+    ),
+    "mask: one key beyond the length, in a decode": Mutation(
+        "cpu/kernel/few_rows.h",
+        "int k = end > 0 ? end : 0;",
+        "int k = end >= 0 ? end + 1 : 0;",
+        "avx2_sanitized",
+        f"{_VALUES} and (decode or q1_k130)",
+    ),
+    "mask: a hidden value meets a weight of 0": Mutation(
+        "cpu/kernel/few_rows.h",
+        "if (!hidden) {",
+        "if (true) {",
+        "avx2_sanitized",
+        "hidden_keys and key_padding",
+    ),
+    # numbers
+    "softmax: the sum so far is not rescaled": Mutation(
+        "cpu/kernel/softmax.h",
+        "store(rows.sum + at, rescale * old_sum + sum)",
+        "store(rows.sum + at, old_sum + sum)",
+        "portable_sanitized",
+        f"{_VALUES} and q70_k197",
+    ),
+    "splits: a sum keeps the scale of its own split": Mutation(
+        "cpu/kernel/finish.h", "sum += factor * part[1];", "sum += part[1];", "avx2_sanitized", "splits and one_query"
+    ),
+    "dropout: the word of the key eight before": Mutation(
+        "cpu/kernel/softmax.h", "random_word(i, each)", "random_word(i, j)", "avx2_sanitized", "dropout"
+    ),
+    "backward: gradients of keys are those of the last tile": Mutation(
+        "cpu/kernel/backward.h", "  written = true;\n", "", "avx2_sanitized", f"{_GRADIENTS} and q130"
+    ),
+    "AVX-512: the lower half of a vector is added twice": Mutation(
+        "cpu/kernel/simd.h",
+        "_mm512_extractf32x8_ps(x, 1)",
+        "_mm512_extractf32x8_ps(x, 0)",
+        "avx512_sanitized",
+        f"{_VALUES} and q8_k95",
+    ),
+    "bf16: the second rows of pairs are the first": Mutation(
+        "cpu/kernel/pairs.h",
+        "kPlaces(kLanes, 2 * kLanes)",
+        "kPlaces(0, 2 * kLanes)",
+        "avx512_bf16_sanitized",
+        f"{_VALUES} and bfloat16 and q9_k70",
+    ),
+    "aarch64: factors and sum change places": Mutation(
+        "cpu/kernel/simd.h", "vfmaq_f32(c, a, b)", "vfmaq_f32(a, b, c)", "aarch64", f"{_VALUES} and q9_k70"
+    ),
+}
 
 
 @dataclass(frozen=True)
