@@ -174,7 +174,11 @@ def _weights(call: AttentionCall, by_name: bool) -> str | None:
 
 
 def _sequences(call: AttentionCall, by_name: bool) -> str | None:
-    return None if call.sequences is None else "packed sequences are taken by the fused kernels and by plain PyTorch"
+    return (
+        None
+        if call.sequences is None
+        else "packed sequences are taken by the kernels that never write the scores, and by plain PyTorch"
+    )
 
 
 def _cpu(call: AttentionCall, by_name: bool) -> str | None:
@@ -202,6 +206,8 @@ BACKENDS: tuple[Backend, ...] = (
         "CUDA kernels for scores, masked softmax and output",
         (("sequences", _sequences), *_CALL_KERNEL_CHECKS),
     ),
+    # Ahead of plain PyTorch at every size: one query and one key take a tenth of the time of two bare products and a
+    # softmax, so that no threshold is needed.
     Backend(
         "cpu",
         "one pass over the keys on the CPU that never writes the scores",
