@@ -35,27 +35,40 @@ RowsInMemory<float> widen_rows(RowsInMemory<T> from, int count, int width, int p
   return {to, padded};
 }
 
+// The products of the keys with the queries of the vectors at work.
 void score_rows(const TileState& state, const ScoreBlockState& block, RowsInMemory<float> key) {
   Scratch& memory = state.memory;
-  for (int v0 = 0; v0 < state.vectors; v0 += kVectors) {
-    const int v1 = v0 + kVectors < state.vectors ? v0 + kVectors : state.vectors;
-    KeyRange keys = kNoKeys;
-    for (int v = v0; v < v1; ++v) widen(keys, block.of_vector[v].begin, block.of_vector[v].end);
-    for (int k = keys.begin; k < keys.end; k += kBlock) {
-      const int size = keys.end - k < kBlock ? keys.end - k : kBlock;
-      int first = v0, last = v1;  // vectors with a row that sees one of these keys
-      const auto sees = [&](int v) { return block.of_vector[v].begin < k + size && block.of_vector[v].end > k; };
-      while (first < last && !sees(first)) ++first;
-      while (first < last && !sees(last - 1)) --last;
-      if (first == last) continue;
+  KeyRange keys = kNoKeys;
+  for (int v = block.first_vector; v < block.end_vector; ++v) {
+    widen(keys, block.of_vector[v].begin, block.of_vector[v].end);
+  }
+  for (int begin = keys.begin; begin < keys.end;) {
+    // A run of keys that the same vectors see.
+    int first = block.end_vector, last = block.first_vector, end = keys.end;
+    for (int v = block.first_vector; v < block.end_vector; ++v) {
+      const KeyRange seen = block.of_vector[v];
+      if (seen.end <= begin) continue;
+      if (seen.begin > begin) {
+        end = std::min(end, seen.begin);
+        continue;
+      }
+      end = std::min(end, seen.end);
+      first = std::min(first, v);
+      last = std::max(last, v + 1);
+    }
+    const EvenParts parts(first < last ? end - begin : 0, kBroadcasts[std::max(last - first, 1)]);
+    for (int part = 0; part < parts.parts(); ++part) {
+      const int k = begin + parts.begin(part);
       const ScoreBlock scores = {key.data + k * key.stride,
                                  key.stride,
                                  memory.queries + first * kLanes,
                                  state.params.head_dim,
                                  memory.scores + k * kScoreStride + first * kLanes,
-                                 size};
+                                 parts.size(part),
+                                 state.rows.largest + first * kLanes};
       with_size<kVectors>(last - first, scores);
     }
+    begin = end;
   }
 }
 
@@ -70,8 +83,11 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
                 const Destination& output) {
   Scratch& memory = state.memory;
   const int vectors = state.value_width / kLanes;
-  for (int v = 0; v < vectors; v += kVectors) {
-    for (int r = 0, group = 0; r < state.count; r += kBlock, ++group) {
+  const OutputShape shape = output_shape(vectors);
+  const EvenParts groups(state.count, shape.rows);
+  for (int v = 0; v < vectors; v += shape.vectors) {
+    for (int group = 0; group < groups.parts(); ++group) {
+      const int r = groups.begin(group);
       KeyRange keys = of_group[group].within(block.first, block.first + block.keys);
       if (keys.empty()) {
         if (state.has_output && !output.rows) continue;  // nothing to add or to rescale
@@ -89,8 +105,8 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
                                       output.rows ? state.rows.factor + r : nullptr,
                                       output.rows ? output.rows + r * output.stride + v * kLanes : own,
                                       output.rows ? output.stride : state.value_width,
-                                      state.count - r < kBlock ? state.count - r : kBlock};
-      with_size<kVectors>(vectors - v < kVectors ? vectors - v : kVectors, product);
+                                      groups.size(group)};
+      with_size<kVectors>(std::min(vectors - v, shape.vectors), product);
     }
   }
 }
@@ -102,7 +118,7 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
   const AttentionParams& params = state.params;
   const Tile& tile = state.tile;
   Scratch& memory = state.memory;
-  const ScoreBlockState block = start_block(state, of_vector, first, end);
+  ScoreBlockState block = start_block(state, of_vector, first, end);
   const RowsInMemory<T> key = {
       row_of<T>(params.key, params.key_strides, tile.batch, tile.head_kv, tile.key_start + first),
       params.key_strides.row};
@@ -110,15 +126,24 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
       row_of<T>(params.value, params.value_strides, tile.batch, tile.head_kv, tile.key_start + first),
       params.value_strides.row};
 
+  RowsInMemory<float> wide_key;
   if constexpr (kIsFloat<T>) {
-    score_rows(state, block, key);
+    wide_key = key;
   } else {
-    score_rows(state, block, widen_rows(key, block.keys, params.head_dim, params.head_dim, nullptr, memory.key));
+    wide_key = widen_rows(key, block.keys, params.head_dim, params.head_dim, nullptr, memory.key);
   }
-  apply_rule(state, block);
-  update_softmax(state, block);
+  for (int v = 0; v < state.vectors; v += kVectors) {  // the scores of few vectors stay in the first cache
+    block.first_vector = v;
+    block.end_vector = std::min(v + kVectors, state.vectors);
+    score_rows(state, block, wide_key);
+    apply_rule(state, block);
+    update_softmax(state, block);
+  }
   if (params.dropout.rng_state) drop_weights(state, {memory.scores, 1, kScoreStride, first, block.keys});
-  if (output.rows) finish_softmax(state);
+  if (output.rows) {
+    leave_log2(state);
+    finish_softmax(state);
+  }
 
   const bool hidden = shares_mask(state) && with_mask_type(params.rule, [&](auto mask) {
                         return find_hidden_keys(state, first, block.keys, mask, memory.seen);
@@ -150,19 +175,25 @@ bool attend_keys(TileState& state, KeyRange keys, bool is_split) {
     attend_few_rows<T>(state, keys);
     return false;
   }
+  state.in_log2 = !changes_scores(state.params.rule) && !state.params.row_stats;
   load_queries<T>(state);
   KeyRange of_vector[kRowVectors], of_group[kRowGroups];
   for (int v = 0; v < state.vectors; ++v) of_vector[v] = keys_of_rows(state.rows, v * kLanes, (v + 1) * kLanes);
-  for (int r = 0, group = 0; r < state.count; r += kBlock, ++group) {
-    of_group[group] = keys_of_rows(state.rows, r, r + kBlock < state.count ? r + kBlock : state.count);
+  const EvenParts groups(state.count, output_shape(state.value_width / kLanes).rows);
+  for (int group = 0; group < groups.parts(); ++group) {
+    const int r = groups.begin(group);
+    of_group[group] = keys_of_rows(state.rows, r, r + groups.size(group));
   }
   const bool direct = kIsFloat<T> && !is_split && state.tile.heads == 1 && state.value_width == state.params.head_dim_v;
-  for (int first = keys.begin; first < keys.end; first += kTileKeys) {
-    const bool is_last = first + kTileKeys >= keys.end;
+  const EvenParts blocks(keys.end - keys.begin, kTileKeys);
+  for (int part = 0; part < blocks.parts(); ++part) {
+    const int first = keys.begin + blocks.begin(part);
+    const bool is_last = part + 1 == blocks.parts();
     Destination output = {nullptr, 0};
     if (direct && is_last) output = {output_row<float>(state, 0), state.params.output_strides.row};
-    attend_block<T>(state, of_vector, of_group, first, is_last ? keys.end : first + kTileKeys, output);
+    attend_block<T>(state, of_vector, of_group, first, first + blocks.size(part), output);
   }
+  leave_log2(state);
   return direct;
 }
 

@@ -6,23 +6,34 @@
 namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
 
-// exp(x) for x <= 0: 2^n p(f) with n + f = x log2(e), |f| <= 1/2, where p(f) = 1 + f q(f) is the polynomial of degree 6
-// that fits 2^f best in relative error: 2e-9 exactly, and within 1.4 * 2^-24 as computed. exp(0) is 1. Results below
-// 2^-126 are 0, -inf gives 0, NaN stays NaN.
+// 2^f for |f| <= 1/2: the polynomial of degree 6 that fits best in relative error, 2e-9 exactly. 2^0 is 1. By Estrin's
+// scheme: three steps that wait for each other where Horner's has six.
+MHA_INLINE Vec exp2_of_fraction(Vec f) {
+  const Vec square = f * f;
+  const Vec low = fma(broadcast(0.6931472029f), f, broadcast(1.f));
+  const Vec middle = fma(broadcast(0.05550332471f), f, broadcast(0.2402264791f));
+  const Vec high = fma(broadcast(0.001339887459f), f, broadcast(0.009618437358f));
+  return fma(fma(fma(broadcast(0.0001535336206f), square, high), square, middle), square, low);
+}
+
+// 1.5 * 2^23: a sum with it is rounded to an integer, which its lowest bits hold; here with the bias of exponents, so
+// that shifted to where those stand they are a power of two.
+constexpr float kRound = 12582912.f + 127.f;
+
+// exp(x) for x <= 0, within 1.4 * 2^-24 relatively. Results below 2^-126 are 0, -inf gives 0, NaN stays NaN.
 MHA_INLINE Vec exp_of_negative(Vec x) {
-  constexpr float kLowest = -88.1f;     // n = -127: the factor 2^n is 0
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer, in its lowest bits
-  x = max(broadcast(kLowest), x);
+  x = max(broadcast(-88.1f), x);  // 2^-127, whose bits are those of 0
   const Vec shifted = fma(x, broadcast(kLog2E), broadcast(kRound));
   const Vec f = fma(x, broadcast(kLog2E), broadcast(kRound) - shifted);
-  Vec p = broadcast(0.0001535336206f);
-  p = fma(p, f, broadcast(0.001339887459f));
-  p = fma(p, f, broadcast(0.009618437358f));
-  p = fma(p, f, broadcast(0.05550332471f));
-  p = fma(p, f, broadcast(0.2402264791f));
-  p = fma(p, f, broadcast(0.6931472029f));
-  p = fma(p, f, broadcast(1.f));
-  return p * from_bits((bits_of(shifted) + 127u) << 23);
+  return exp2_of_fraction(f) * from_bits(bits_of(shifted) << 23);
+}
+
+// The same of 2^x: two products fewer.
+MHA_INLINE Vec exp2_of_negative(Vec x) {
+  x = max(broadcast(-127.f), x);
+  const Vec shifted = x + broadcast(kRound);
+  const Vec f = x - (shifted - broadcast(kRound));
+  return exp2_of_fraction(f) * from_bits(bits_of(shifted) << 23);
 }
 
 // Natural logarithm of x >= 2^-126, by the polynomial of the Cephes library (Moshier): x = 2^n m with m in

@@ -9,13 +9,35 @@
 namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
 
-// Accumulators of a micro-kernel: kBlock broadcasts by kVectors vectors. 6 x 4 leaves 8 of 32 registers, 6 x 2 leaves 4
-// of 16; wider and flatter shapes lose up to a quarter.
+// Accumulators of a micro-kernel: broadcasts by vectors. A step of it loads the vectors and uses each with every
+// broadcast, so that wide shapes load less a product, and 8 sums or more are needed that do not wait for each other:
+// two units with a latency of 4 cycles. 32 registers: 6 x 4 leaves 8 of them, 8 x 3 and 12 x 2 do too, 16 x 1 loads a
+// broadcast a product (14-18 % slower, for tiles of one vector only). 16 registers: 6 x 2 leaves 4, 12 x 1 leaves 3; 4
+// x 3 would spill.
 #if MHA_CPU_VECTOR_BYTES == 64 || defined(__aarch64__)
-constexpr int kBlock = 6, kVectors = 4;
+constexpr int kVectors = 4;
+constexpr int kBroadcasts[kVectors + 1] = {0, 16, 12, 8, 6};  // by the number of vectors
 #else
-constexpr int kBlock = 6, kVectors = 2;
+constexpr int kVectors = 2;
+constexpr int kBroadcasts[kVectors + 1] = {0, 12, 6};
 #endif
+constexpr int kBlock = kBroadcasts[kVectors];
+
+// A count in parts of nearly equal size, none above a limit: 64 in parts of 6 end in 5 + 5, where 6 + 4 would leave a
+// micro-kernel with too few sums.
+class EvenParts {
+ public:
+  MHA_INLINE EvenParts(int count, int limit) : parts_((count + limit - 1) / limit) {
+    size_ = parts_ > 0 ? count / parts_ : 0;
+    larger_ = count - size_ * parts_;
+  }
+  MHA_INLINE int parts() const { return parts_; }
+  MHA_INLINE int begin(int part) const { return part * size_ + (part < larger_ ? part : larger_); }
+  MHA_INLINE int size(int part) const { return size_ + (part < larger_); }
+
+ private:
+  int parts_, size_, larger_;
+};
 
 // From a run-time size 1 .. kMax to a constant.
 template <int kMax, typename Call>
@@ -26,25 +48,38 @@ MHA_INLINE void with_size(int size, const Call& call) {
   call.template run<kMax>();
 }
 
+// Not inlined, as the other micro-kernels: each needs all registers to itself.
 template <int kKeys, int kVecs>
-void score_block(const float* key, int64_t key_stride, const float* queries, int head_dim, float* scores) {
+__attribute__((noinline)) void score_block(const float* key, int64_t key_stride, const float* queries, int head_dim,
+                                           float* scores, float* largest) {
   Vec sum[kKeys][kVecs] = {};
   for (int d = 0; d < head_dim; ++d) {
     Vec query[kVecs];
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) query[v] = load(queries + d * kTileRows + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int k = 0; k < kKeys; ++k) {
       const Vec each = broadcast(key[k * key_stride + d]);
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sum[k][v] = fma(each, query[v], sum[k][v]);
     }
   }
+  Vec top[kVecs] = {};
+  if (largest) {
 #pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) top[v] = load(largest + v * kLanes);
+  }
+#pragma GCC unroll 16
   for (int k = 0; k < kKeys; ++k) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) store(scores + k * kScoreStride + v * kLanes, sum[k][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      store(scores + k * kScoreStride + v * kLanes, sum[k][v]);
+      top[v] = max(top[v], sum[k][v]);
+    }
   }
+  if (!largest) return;
+#pragma GCC unroll 8
+  for (int v = 0; v < kVecs; ++v) store(largest + v * kLanes, top[v]);
 }
 
 struct ScoreBlock {
@@ -54,21 +89,38 @@ struct ScoreBlock {
   int head_dim;
   float* scores;  // (keys, kScoreStride)
   int keys;
+  float* largest = nullptr;  // of the rows: the largest score so far, where it is wanted
 
   template <int kVecs>
   struct WithKeys {
     const ScoreBlock& x;
     template <int kKeys>
     void run() const {
-      score_block<kKeys, kVecs>(x.key, x.key_stride, x.queries, x.head_dim, x.scores);
+      score_block<kKeys, kVecs>(x.key, x.key_stride, x.queries, x.head_dim, x.scores, x.largest);
     }
   };
 
   template <int kVecs>
   void run() const {
-    with_size<kBlock>(keys, WithKeys<kVecs>{*this});
+    with_size<kBroadcasts[kVecs]>(keys, WithKeys<kVecs>{*this});
   }
 };
+
+// Rows by vectors of the output that a micro-kernel takes, by the number of vectors of a value row.
+struct OutputShape {
+  int rows, vectors;
+};
+
+MHA_INLINE OutputShape output_shape(int vectors) {
+  int wide = std::min(vectors, kVectors);
+#if MHA_CPU_VECTOR_BYTES == 64
+  // Narrow columns of V stay in the first cache where rows are long: 12 x 2 beats 6 x 4 by up to 3 % at 128 columns,
+  // and 3 x 8 by 13 %; 8 x 3 leaves no remainder at 96; 6 x 4 takes all of 64.
+  if (vectors >= 8) wide = 2;
+  if (vectors == 6) wide = 3;
+#endif
+  return {kBroadcasts[wide], wide};
+}
 
 template <typename T>
 struct OutputBlock {
@@ -85,10 +137,10 @@ struct OutputBlock {
   int rows;
 
   template <int kRows, int kVecs>
-  void block() const {
+  __attribute__((noinline)) void block() const {
     Vec sum[kRows][kVecs] = {};
     if (rescale) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) sum[r][v] = load(out + r * out_stride + v * kLanes) * broadcast(rescale[r]);
@@ -96,24 +148,31 @@ struct OutputBlock {
     }
     const float* weight = weights;
     const T* row = value;
-    for (int k = 0; k < keys; ++k) {
+    const int64_t stride = value_stride;
+    for (int k = keys; k > 0; --k) {
       Vec x[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) x[v] = load_as_float(row + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const Vec each = broadcast(weight[r]);
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) sum[r][v] = fma(each, x[v], sum[r][v]);
       }
       weight += kScoreStride;
-      row += value_stride;
+      row += stride;
     }
+    if (factor) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sum[r][v] *= broadcast(factor[r]);
+      }
+    }
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec last = broadcast(factor ? factor[r] : 1.f);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) store(to + r * to_stride + v * kLanes, sum[r][v] * last);
+      for (int v = 0; v < kVecs; ++v) store(to + r * to_stride + v * kLanes, sum[r][v]);
     }
   }
 
@@ -128,7 +187,7 @@ struct OutputBlock {
 
   template <int kVecs>
   void run() const {
-    with_size<kBlock>(rows, WithRows<kVecs>{*this});
+    with_size<kBroadcasts[kVecs]>(rows, WithRows<kVecs>{*this});
   }
 };
 

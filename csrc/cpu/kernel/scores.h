@@ -11,6 +11,13 @@ namespace {
 struct ScoreBlockState {
   int first, keys;
   KeyRange of_vector[kRowVectors];  // keys of this block that some row of a vector sees, counted from `first`
+  int first_vector, end_vector;     // those at work
+  bool changed;                     // whether the rule makes scores of the products, rather than only bounds them
+
+  // Whether some row of a vector does not see some key of of_vector.
+  bool is_bounded(const Rows& rows, int v) const {
+    return first + of_vector[v].begin < rows.full[v].begin || first + of_vector[v].end > rows.full[v].end;
+  }
 };
 
 ScoreBlockState start_block(const TileState& state, const KeyRange* of_vector, int first, int end) {
@@ -21,6 +28,10 @@ ScoreBlockState start_block(const TileState& state, const KeyRange* of_vector, i
     const KeyRange range = of_vector[v].within(first, end);
     block.of_vector[v] = range.empty() ? KeyRange{0, 0} : KeyRange{range.begin - first, range.end - first};
   }
+  const ScoreRuleParams& rule = state.params.rule;
+  block.first_vector = 0;
+  block.end_vector = state.vectors;
+  block.changed = rule.softcap != 0 || rule.attn_mask || rule.alibi_slopes;
   return block;
 }
 
@@ -28,7 +39,7 @@ void cap_scores(const TileState& state, const ScoreBlockState& block) {
   const float softcap = static_cast<float>(state.params.rule.softcap);
   const Vec cap = broadcast(softcap), inverse = broadcast(static_cast<float>(1 / state.params.rule.softcap));
   float* scores = state.memory.scores;
-  for (int v = 0; v < state.vectors; ++v) {
+  for (int v = block.first_vector; v < block.end_vector; ++v) {
     for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
       float* at = scores + k * kScoreStride + v * kLanes;
       store(at, cap * tanh(load(at) * inverse));
@@ -80,21 +91,31 @@ void mask_scores(const TileState& state, const ScoreBlockState& block, Mask<T> m
     for (int k = 0; k < block.keys; ++k) {
       const T each = from[k * mask.col_stride];
       float* at = scores + k * kScoreStride;
-      for (int r = 0; r < state.vectors * kLanes; ++r) at[r] = with_mask(at[r], each);
+      for (int r = block.first_vector * kLanes; r < block.end_vector * kLanes; ++r) at[r] = with_mask(at[r], each);
     }
     return;
   }
   // Rows of the mask become columns in memory: as what is added, -inf where a key is hidden.
   float* column = state.memory.mask;
-  for (int r = 0; r < state.count; r += 4) {
-    for (int i = 0; i < 4 && r + i < state.count; ++i) {
-      const T* from = mask.data + state.rows.mask_offset[r + i] + block.first * mask.col_stride;
-      read_mask(from, mask.col_stride, block.keys, state.memory.mask_rows + i * kMaxHeadDim);
+  for (int r = block.first_vector * kLanes; r < state.count && r < block.end_vector * kLanes; r += kTransposed) {
+    const float* from[kTransposed];
+    for (int i = 0; i < kTransposed; ++i) {
+      float* copy = state.memory.mask_rows + i * kMaxHeadDim;
+      from[i] = copy;
+      if (r + i >= state.count) continue;
+      const T* row = mask.data + state.rows.mask_offset[r + i] + block.first * mask.col_stride;
+      if constexpr (std::is_same_v<T, float>) {
+        if (mask.col_stride == 1) {
+          from[i] = row;
+          continue;
+        }
+      }
+      read_mask(row, mask.col_stride, block.keys, copy);
     }
-    transpose_four<kScoreStride>(state.memory.mask_rows, block.keys, 1.f, column + r);
+    transpose_rows<kScoreStride>(from, block.keys, 1.f, column + r);
   }
   const Vec hidden = broadcast(-kInfinity<float>);
-  for (int v = 0; v < state.vectors; ++v) {
+  for (int v = block.first_vector; v < block.end_vector; ++v) {
     for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
       const int at = k * kScoreStride + v * kLanes;
       const Vec bias = load(column + at);
@@ -141,7 +162,7 @@ MHA_INLINE auto with_mask_type(const ScoreRuleParams& rule, const Use& use) {
 void subtract_alibi(const TileState& state, const ScoreBlockState& block) {
   const Rows& rows = state.rows;
   float* scores = state.memory.scores;
-  for (int v = 0; v < state.vectors; ++v) {
+  for (int v = block.first_vector; v < block.end_vector; ++v) {
     const IntVec position = load(rows.position + v * kLanes);
     const Vec slope = load(rows.slope + v * kLanes);
     for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
@@ -158,12 +179,10 @@ void hide_out_of_bounds(const TileState& state, const ScoreBlockState& block) {
   const Rows& rows = state.rows;
   float* scores = state.memory.scores;
   const Vec hidden = broadcast(-kInfinity<float>);
-  for (int v = 0; v < state.vectors; ++v) {
+  for (int v = block.first_vector; v < block.end_vector; ++v) {
+    if (!block.is_bounded(rows, v)) continue;
     const IntVec begin = load(rows.begin + v * kLanes), end = load(rows.end + v * kLanes);
-    KeyRange full = {0, std::numeric_limits<int>::max()};
-    for (int r = v * kLanes; r < (v + 1) * kLanes && r < state.count; ++r) {
-      full = full.within(rows.begin[r], rows.end[r]);
-    }
+    const KeyRange full = rows.full[v];
     for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
       const int j = block.first + k;
       if (j >= full.begin && j < full.end) {

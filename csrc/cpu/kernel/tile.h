@@ -9,6 +9,7 @@ namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kRowVectors = kTileRows / kLanes;
 constexpr int kRowGroups = (kTileRows + kBlock - 1) / kBlock;  // rows that a micro-kernel of the output takes together
 
@@ -19,12 +20,15 @@ struct KeyRange {
   MHA_INLINE KeyRange within(int low, int high) const { return {begin > low ? begin : low, end < high ? end : high}; }
 };
 
-// Arrays over the rows of a tile. Rows beyond the last are of no query: they see nothing and are never written.
+// Arrays over the rows of a tile. Rows beyond the last are of no query: their scores are 0, and they are never written.
+// A row sees the keys begin <= j < end, none where begin >= end.
 struct alignas(64) Rows {
+  KeyRange full[kRowVectors];                // keys that all rows of a vector see
   int32_t begin[kTileRows], end[kTileRows];  // window and length leave these keys
   int32_t position[kTileRows];
   float slope[kTileRows];
   float max[kTileRows];       // the largest score so far
+  float largest[kTileRows];   // the same, ahead of it by what the products of the block at work have found
   float sum[kTileRows];       // of exp(score - shift), where shift is softmax_shift(max)
   float weighted[kTileRows];  // of exp(score - shift) * (score - shift): for the entropy
   float rescale[kTileRows];   // what the output so far is multiplied by
@@ -40,9 +44,9 @@ struct alignas(64) Scratch {
   float out[kTileRows * kMaxHeadDim];      // (rows, value_width)
   float key[kTileKeys * kMaxHeadDim];      // (keys, head_dim) in fp32 where it lies in 16 bits
   float value[kTileKeys * kMaxHeadDim];    // (keys, value_width) in fp32 where it cannot be read in place
-  float query_rows[4 * kMaxHeadDim];       // on their way into `queries`
+  float query_rows[8 * kMaxHeadDim];       // on their way into `queries`
   float mask[kTileKeys * kScoreStride];    // what a mask adds to the scores
-  float mask_rows[4 * kMaxHeadDim];        // on their way into `mask`
+  float mask_rows[8 * kMaxHeadDim];        // on their way into `mask`
   uint8_t seen[kTileKeys];                 // by some row, under a mask that all queries share
 };
 
@@ -56,12 +60,13 @@ struct TileState {
   const Tile& tile;
   Scratch& memory;
   Rows& rows;
-  int count;        // of rows
-  int vectors;      // that hold them
-  int value_width;  // head_dim_v, rounded up to whole vectors
-  KeyRange keys;    // that some row sees
-  KeyRange full;    // that all rows see
-  bool has_output;  // whether `out` holds anything
+  int count;             // of rows
+  int vectors;           // that hold them
+  int value_width;       // head_dim_v, rounded up to whole vectors
+  KeyRange keys;         // that some row sees
+  KeyRange full;         // that all rows see
+  bool has_output;       // whether `out` holds anything
+  bool in_log2 = false;  // scores, and with them rows.max and rows.weighted, are multiplied by log2(e)
 };
 
 constexpr KeyRange kNoKeys = {std::numeric_limits<int>::max(), std::numeric_limits<int>::min()};
@@ -72,10 +77,19 @@ MHA_INLINE void widen(KeyRange& range, int begin, int end) {
   range.end = end > range.end ? end : range.end;
 }
 
-// The keys that some of the rows first .. last - 1 see.
+// The keys that some of the rows first .. last - 1 see. Within a head neither bound ever falls.
 MHA_INLINE KeyRange keys_of_rows(const Rows& rows, int first, int last) {
+  if (rows.head[first] == rows.head[last - 1]) return {rows.begin[first], rows.end[last - 1]};
   KeyRange range = kNoKeys;
   for (int r = first; r < last; ++r) widen(range, rows.begin[r], rows.end[r]);
+  return range;
+}
+
+// The keys that all of them see.
+MHA_INLINE KeyRange full_of_rows(const Rows& rows, int first, int last) {
+  if (rows.head[first] == rows.head[last - 1]) return {rows.begin[last - 1], rows.end[first]};
+  KeyRange range = {0, std::numeric_limits<int>::max()};
+  for (int r = first; r < last; ++r) range = range.within(rows.begin[r], rows.end[r]);
   return range;
 }
 
@@ -88,51 +102,93 @@ void start_rows(TileState& state) {
   const Tile& tile = state.tile;
   Rows& rows = state.rows;
   const ScoreRuleParams& rule = state.params.rule;
-  state.keys = kNoKeys;
-  state.full = {0, static_cast<int>(tile.seqlen_kv)};
+  const RowRule<float> first = row_rule<float>(rule, tile.batch, tile.first_head, tile.first_query, tile.seqlen_kv);
+  const Band band = score_band(rule, tile.batch, tile.first_query, tile.seqlen_kv);
+  const VisibleRange visible = visible_keys(band, tile.queries);
+  state.keys = visible.empty() ? kNoKeys : KeyRange{visible.begin, visible.end};
+  state.full = {visible.full_begin, visible.full_end};
   int r = 0;
-  for (int h = tile.first_head; h < tile.first_head + tile.heads; ++h) {
-    for (int i = tile.first_query; i < tile.first_query + tile.queries; ++i, ++r) {
-      const RowRule<float> row = row_rule<float>(rule, tile.batch, h, i, tile.seqlen_kv);
-      rows.begin[r] = row.begin;
-      rows.end[r] = row.end;
-      rows.position[r] = row.position;
-      rows.slope[r] = row.slope;
-      rows.mask_offset[r] = row.mask_offset;
-      rows.head[r] = h;
-      rows.query[r] = i;
-      widen(state.keys, row.begin, row.end);
-      state.full = state.full.within(row.begin, row.end);
+  for (int h = 0; h < tile.heads; ++h) {
+    const int64_t mask_offset = first.mask_offset + h * rule.mask_strides.head;
+    const float slope = rule.alibi_slopes ? row_rule<float>(rule, tile.batch, tile.first_head + h, 0, 0).slope : 0;
+    for (int i = 0; i < tile.queries; ++i) {
+      rows.begin[r + i] = std::max(band.lower + i, 0);
+      rows.end[r + i] = std::min(band.upper + i, band.key_end);
+      rows.position[r + i] = first.position + i;
+      rows.slope[r + i] = slope;
+      rows.mask_offset[r + i] = mask_offset + i * rule.mask_strides.row;
+      rows.head[r + i] = tile.first_head + h;
+      rows.query[r + i] = tile.first_query + i;
     }
+    r += tile.queries;
   }
+  // Of no query: as the last, so that what holds for all rows of a vector is what it is without them.
   for (; r < state.vectors * kLanes; ++r) {
-    rows.begin[r] = rows.end[r] = rows.position[r] = 0;
+    rows.begin[r] = rows.begin[state.count - 1];
+    rows.end[r] = rows.end[state.count - 1];
+    rows.position[r] = rows.position[state.count - 1];
+    rows.head[r] = rows.head[state.count - 1];
     rows.slope[r] = 0;
   }
   for (r = 0; r < state.vectors * kLanes; ++r) {
-    rows.max[r] = -kInfinity<float>;
+    rows.max[r] = rows.largest[r] = -kInfinity<float>;
     rows.sum[r] = rows.weighted[r] = 0;
   }
+  for (int v = 0; v < state.vectors; ++v) rows.full[v] = full_of_rows(rows, v * kLanes, (v + 1) * kLanes);
 }
 
-// Four rows of `from` (stride kMaxHeadDim) into four columns of `to` (stride kStride), times scale.
-template <int kStride>
-MHA_INLINE void transpose_four(const float* from, int head_dim, float scale, float* to) {
-  int d = 0;
+#if MHA_CPU_VECTOR_BYTES >= 32
+constexpr int kTransposed = 8;
+
+MHA_INLINE void transpose_square(const float* const* from, int at, float scale, float* to, int stride) {
+  __m256 row[8], pair[8], four[8];
+  for (int i = 0; i < 8; ++i) row[i] = _mm256_loadu_ps(from[i] + at);
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    four[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44);
+    four[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xEE);
+    four[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
+    four[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xEE);
+  }
+  const __m256 factor = _mm256_set1_ps(scale);
+  for (int i = 0; i < 4; ++i) {
+    const __m256 low = _mm256_permute2f128_ps(four[i], four[i + 4], 0x20);
+    const __m256 high = _mm256_permute2f128_ps(four[i], four[i + 4], 0x31);
+    _mm256_storeu_ps(to + i * stride, _mm256_mul_ps(low, factor));
+    _mm256_storeu_ps(to + (i + 4) * stride, _mm256_mul_ps(high, factor));
+  }
+}
+#else
+constexpr int kTransposed = 4;
+
+MHA_INLINE void transpose_square(const float* const* from, int at, float scale, float* to, int stride) {
 #if defined(__x86_64__)
+  __m128 a = _mm_loadu_ps(from[0] + at), b = _mm_loadu_ps(from[1] + at);
+  __m128 c = _mm_loadu_ps(from[2] + at), d = _mm_loadu_ps(from[3] + at);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
   const __m128 factor = _mm_set1_ps(scale);
-  for (; d + 4 <= head_dim; d += 4) {
-    __m128 a = _mm_loadu_ps(from + d), b = _mm_loadu_ps(from + kMaxHeadDim + d);
-    __m128 c = _mm_loadu_ps(from + 2 * kMaxHeadDim + d), e = _mm_loadu_ps(from + 3 * kMaxHeadDim + d);
-    _MM_TRANSPOSE4_PS(a, b, c, e);
-    _mm_storeu_ps(to + d * kStride, _mm_mul_ps(a, factor));
-    _mm_storeu_ps(to + (d + 1) * kStride, _mm_mul_ps(b, factor));
-    _mm_storeu_ps(to + (d + 2) * kStride, _mm_mul_ps(c, factor));
-    _mm_storeu_ps(to + (d + 3) * kStride, _mm_mul_ps(e, factor));
+  _mm_storeu_ps(to, _mm_mul_ps(a, factor));
+  _mm_storeu_ps(to + stride, _mm_mul_ps(b, factor));
+  _mm_storeu_ps(to + 2 * stride, _mm_mul_ps(c, factor));
+  _mm_storeu_ps(to + 3 * stride, _mm_mul_ps(d, factor));
+#else
+  for (int i = 0; i < 4; ++i) {
+    for (int r = 0; r < 4; ++r) to[i * stride + r] = from[r][at + i] * scale;
   }
 #endif
-  for (; d < head_dim; ++d) {
-    for (int r = 0; r < 4; ++r) to[d * kStride + r] = from[r * kMaxHeadDim + d] * scale;
+}
+#endif
+
+// kTransposed rows of a length into columns of `to`, times scale.
+template <int kStride>
+MHA_INLINE void transpose_rows(const float* const* from, int length, float scale, float* to) {
+  int at = 0;
+  for (; at + kTransposed <= length; at += kTransposed) transpose_square(from, at, scale, to + at * kStride, kStride);
+  for (; at < length; ++at) {
+    for (int r = 0; r < kTransposed; ++r) to[at * kStride + r] = from[r][at] * scale;
   }
 }
 
@@ -147,16 +203,21 @@ void load_queries(const TileState& state) {
   const AttentionParams& params = state.params;
   Scratch& memory = state.memory;
   const int head_dim = params.head_dim;
-  for (int r = 0; r < state.vectors * kLanes; r += 4) {
-    for (int i = 0; i < 4; ++i) {
-      float* to = memory.query_rows + i * kMaxHeadDim;
-      if (r + i < state.count) {
-        read_row(query_row<T>(state, r + i), head_dim, head_dim, to);
+  const float scale = state.in_log2 ? params.scale * kLog2E : params.scale;
+  for (int r = 0; r < state.vectors * kLanes; r += kTransposed) {
+    const float* from[kTransposed];
+    for (int i = 0; i < kTransposed; ++i) {
+      float* copy = memory.query_rows + i * kMaxHeadDim;
+      from[i] = copy;
+      if (r + i >= state.count) {
+        std::memset(copy, 0, head_dim * sizeof(float));
+      } else if constexpr (std::is_same_v<T, float>) {
+        from[i] = query_row<T>(state, r + i);
       } else {
-        std::memset(to, 0, head_dim * sizeof(float));
+        read_row(query_row<T>(state, r + i), head_dim, head_dim, copy);
       }
     }
-    transpose_four<kTileRows>(memory.query_rows, head_dim, params.scale, memory.queries + r);
+    transpose_rows<kTileRows>(from, head_dim, scale, memory.queries + r);
   }
 }
 
