@@ -57,9 +57,10 @@ struct Floats {
   static MHA_INLINE Vec add(Vec a, Vec b, Vec sum) { return fma(a, b, sum); }
 };
 
+// Not inlined, as the other micro-kernels: each needs all registers to itself.
 template <typename Unit, int kKeys, int kVecs>
-void score_block(const typename Unit::Element* key, int64_t key_stride, const float* queries, int head_dim,
-                 float factor, float* scores, float* largest) {
+__attribute__((noinline)) void score_block(const typename Unit::Element* key, int64_t key_stride, const float* queries,
+                                           int head_dim, float factor, float* scores, float* largest) {
   Vec sum[kKeys][kVecs] = {};
   for (int d = 0; d < head_dim; d += Unit::kStep) {
     Vec query[kVecs];
@@ -80,19 +81,22 @@ void score_block(const typename Unit::Element* key, int64_t key_stride, const fl
       for (int v = 0; v < kVecs; ++v) sum[k][v] *= broadcast(factor);
     }
   }
+  Vec top[kVecs] = {};
+  if (largest) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) top[v] = load(largest + v * kLanes);
+  }
 #pragma GCC unroll 16
   for (int k = 0; k < kKeys; ++k) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) store(scores + k * kScoreStride + v * kLanes, sum[k][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      store(scores + k * kScoreStride + v * kLanes, sum[k][v]);
+      top[v] = max(top[v], sum[k][v]);
+    }
   }
   if (!largest) return;
 #pragma GCC unroll 8
-  for (int v = 0; v < kVecs; ++v) {
-    Vec top = load(largest + v * kLanes);
-#pragma GCC unroll 16
-    for (int k = 0; k < kKeys; ++k) top = max(top, sum[k][v]);
-    store(largest + v * kLanes, top);
-  }
+  for (int v = 0; v < kVecs; ++v) store(largest + v * kLanes, top[v]);
 }
 
 template <typename Unit>
@@ -153,7 +157,6 @@ struct OutputBlock {
   int64_t final_stride;
   int rows;
 
-  // Not inlined: it needs all registers to itself.
   template <int kRows, int kVecs>
   __attribute__((noinline)) void block() const {
     Vec sum[kRows][kVecs] = {};

@@ -12,19 +12,13 @@ typedef float Vec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));
 typedef int32_t IntVec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));  // of a comparison: -1 is true
 typedef uint32_t BitVec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));
 
-MHA_INLINE Vec load(const float* from) {
-  Vec x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
+// In memory, at any address.
+typedef float VecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t IntVecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(4), may_alias));
 
-MHA_INLINE IntVec load(const int32_t* from) {
-  IntVec x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
-
-MHA_INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
+MHA_INLINE Vec load(const float* from) { return *reinterpret_cast<const VecInMemory*>(from); }
+MHA_INLINE IntVec load(const int32_t* from) { return *reinterpret_cast<const IntVecInMemory*>(from); }
+MHA_INLINE void store(float* to, Vec x) { *reinterpret_cast<VecInMemory*>(to) = x; }
 
 MHA_INLINE BitVec bits_of(Vec x) { return reinterpret_cast<BitVec>(x); }
 MHA_INLINE Vec from_bits(BitVec x) { return reinterpret_cast<Vec>(x); }
