@@ -78,19 +78,15 @@ MHA_INLINE Two load_two(const BFloat16* from) {
 // them.
 #if defined(MHA_CPU_BF16_PAIRS)
 struct TwoHalves {
-  BitVec pairs;
+  Vec pairs;
 
-  MHA_INLINE void store_to(float* to) const { std::memcpy(to, &pairs, sizeof(pairs)); }
-  MHA_INLINE static TwoHalves load_from(const float* from) {
-    TwoHalves x;
-    std::memcpy(&x.pairs, from, sizeof(x.pairs));
-    return x;
-  }
+  MHA_INLINE void store_to(float* to) const { store(to, pairs); }
+  MHA_INLINE static TwoHalves load_from(const float* from) { return {load(from)}; }
 };
 template <typename T>
 using TwoFactors = std::conditional_t<kInPairs<T>, TwoHalves, Two>;
 
-MHA_INLINE void add_product(TwoHalves x, TwoHalves y, Vec& a, Vec&) { a = dot(x.pairs, y.pairs, a); }
+MHA_INLINE void add_product(TwoHalves x, TwoHalves y, Vec& a, Vec&) { a = Pairs::add(x.pairs, y.pairs, a); }
 #else
 template <typename T>
 using TwoFactors = Two;
