@@ -54,7 +54,20 @@ GROUPS = [
     Case("group_of_8_long", Shape(1, 8, 1, 33, 40, 64, 64), ("causal_end",)),
     Case("groups_of_3", Shape(1, 6, 2, 3, 130, 40, 24), ("window_left",)),
 ]
-ALL_CASES = [*CASES, *WIDTHS, *LENGTHS, *MASKS, *GROUPS]
+# A few rows of one key head: each count of them, keys on both sides of the four that are taken together and of a block,
+# head dimensions with a kernel of their own and others.
+FEW_ROWS = [
+    Case(f"{heads}x{seqlen_q}_rows_{seqlen_kv}_keys_d{head_dim}_{head_dim_v}", Shape(1, 2 * heads, 2, *sizes), rules)
+    for heads, *sizes, rules in (
+        (1, 1, 261, 128, 128, ("causal_end",)), (1, 1, 515, 64, 64, ("alibi", "sinks")), (2, 1, 258, 128, 128, ()),
+        (3, 1, 259, 128, 128, ("bias",)), (5, 1, 300, 128, 128, ("key_padding",)), (8, 1, 257, 64, 64, ("softcap",)),
+        (9, 1, 70, 64, 64, ()), (1, 3, 513, 64, 64, ("causal_end", "bool_mask")), (2, 3, 260, 128, 128, ("window",)),
+        (1, 7, 256, 100, 60, ("bias_hides",)), (3, 1, 33, 17, 127, ("lengths",)), (5, 1, 9, 33, 1, ()),
+        (1, 1, 3, 128, 128, ()), (4, 2, 5, 250, 129, ("bias_by_head",)), (1, 1, 1, 64, 64, ("sinks",)),
+    )
+    for seqlen_q, seqlen_kv, head_dim, head_dim_v in (sizes,)
+]  # fmt: skip
+ALL_CASES = [*CASES, *WIDTHS, *LENGTHS, *MASKS, *GROUPS, *FEW_ROWS]
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -280,7 +293,7 @@ def test_threads_change_no_bit_where_tiles_suffice(target: str, threads: Any, sh
 def test_few_tiles_are_split_over_keys(
     target: str, threads: Any, heads: tuple[int, int], rules: tuple[str, ...], dtype: torch.dtype
 ) -> None:
-    case = Case("", Shape(2, *heads, 2, 1100, 64, 40), rules)
+    case = Case("", Shape(2, *heads, 2, 1100, 64, 64 if heads == (4, 2) else 40), rules)
     inputs = make_inputs(case, dtype)
     threads(2)
     result = mha_ext.attention(**inputs, return_lse=True, return_stats=True)

@@ -7,6 +7,7 @@
 // row may hold its elements in an order of their own, where that saves a shuffle: see load_two().
 #pragma once
 
+#include "cpu/kernel/attention_bf16.h"
 #include "cpu/kernel/functions.h"
 #include "cpu/kernel/products.h"
 #include "cpu/kernel/scores.h"
@@ -16,19 +17,22 @@
 namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
 
-// Up to this many rows d lies in lanes, above it rows do: then the lanes of half a vector would idle.
-constexpr int kFewRows = kLanes / 2;
+// Up to this many rows d lies in lanes, above it rows do. Measured with AVX2, 512 keys, D 128, microseconds of a tile
+// here and with rows in lanes:
+//
+//   rows    2         4         6         8         12        16
+//   fp32    11 / 26   19 / 31   23 / 30   30 / 35   44 / 44   59 / 51
+//   bf16    9 / 41    17 / 34   32 / 36   33 / 49   49 / 55   63 / 58
+//
+// Rows in lanes cost the same however few lanes are theirs: with 4 lanes they win once all are.
+constexpr int kFewRows = kLanes == 4 ? 4 : 8;
 constexpr int kFewKeys = 256;  // of a block
-constexpr int kDotKeys = 32;   // whose products wait for their lanes to be summed
-// Each load of K and V should go through memory in steps of one size: processors fetch ahead of such loads only. What
-// is fetched here as well hides that a row's arithmetic fills most of the window of out-of-order execution.
-constexpr int kBytesAhead = 1024;
-constexpr int kKeysAhead = 8;
+constexpr int kBytesAhead = 2048, kKeysAhead = 4;
 
 struct alignas(64) FewRowsMemory {
-  float queries[kFewRows * kMaxHeadDim];  // scale * query: (rows, whole vectors)
+  float queries[kFewRows * kMaxHeadDim];  // (rows, kMaxHeadDim), what load_factors() makes of them
   float scores[kFewRows * kFewKeys];      // (rows, kFewKeys)
-  Vec products[kFewRows * kDotKeys];      // (rows, kDotKeys): of queries and keys, lanes not summed yet
+  float bias[kFewKeys];                   // what a mask adds to the scores of a row
   uint8_t seen[kFewKeys];                 // by some row, under a mask that all queries share
 };
 
@@ -50,6 +54,12 @@ struct FewRowsBlock {
 // 2 * kLanes elements of a row.
 struct Two {
   Vec a, b;
+
+  MHA_INLINE void store_to(float* to) const {
+    store(to, a);
+    store(to + kLanes, b);
+  }
+  MHA_INLINE static Two load_from(const float* from) { return {load(from), load(from + kLanes)}; }
 };
 
 template <typename T>
@@ -64,27 +74,58 @@ MHA_INLINE Two load_two(const BFloat16* from) {
   return {from_bits(x << 16), from_bits(x & 0xFFFF0000u)};
 }
 
-// Fetches what stands kBytesAhead of 4 * kLanes elements.
+// Those of K and of queries, for add_product(): pairs of bf16 stay what they are where there is an instruction for
+// them.
+#if defined(MHA_CPU_BF16_PAIRS)
+struct TwoHalves {
+  Vec pairs;
+
+  MHA_INLINE void store_to(float* to) const { store(to, pairs); }
+  MHA_INLINE static TwoHalves load_from(const float* from) { return {load(from)}; }
+};
 template <typename T>
-MHA_INLINE void prefetch_four(const T* from) {
-#pragma GCC unroll 4
-  for (int d = 0; d < 4 * kLanes; d += 64 / sizeof(T)) {
-    __builtin_prefetch(reinterpret_cast<const char*>(from + d) + kBytesAhead);
+using TwoFactors = std::conditional_t<kInPairs<T>, TwoHalves, Two>;
+
+MHA_INLINE void add_product(TwoHalves x, TwoHalves y, Vec& a, Vec&) { a = Pairs::add(x.pairs, y.pairs, a); }
+#else
+template <typename T>
+using TwoFactors = Two;
+#endif
+MHA_INLINE void add_product(Two x, Two y, Vec& a, Vec& b) {
+  a = fma(x.a, y.a, a);
+  b = fma(x.b, y.b, b);
+}
+
+template <typename T>
+MHA_INLINE TwoFactors<T> load_factors(const T* from) {
+  if constexpr (std::is_same_v<TwoFactors<T>, Two>) {
+    return load_two(from);
+  } else {
+    return TwoFactors<T>::load_from(reinterpret_cast<const float*>(from));
   }
+}
+
+// A vector of even elements and one of odd elements, in the order in which they stand in memory.
+MHA_INLINE Two interleave(Two x) {
+#if MHA_CPU_VECTOR_BYTES == 64
+  const __m512 low = _mm512_unpacklo_ps(x.a, x.b), high = _mm512_unpackhi_ps(x.a, x.b);
+  const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+  return {_mm512_castpd_ps(_mm512_permutex2var_pd(a, first, b)), _mm512_castpd_ps(_mm512_permutex2var_pd(a, last, b))};
+#elif MHA_CPU_VECTOR_BYTES == 32
+  const __m256 low = _mm256_unpacklo_ps(x.a, x.b), high = _mm256_unpackhi_ps(x.a, x.b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+#else
+  return {Vec{x.a[0], x.b[0], x.a[1], x.b[1]}, Vec{x.a[2], x.b[2], x.a[3], x.b[3]}};
+#endif
 }
 
 // The elements of load_two(), which stand in `row`, in their own order.
 template <typename T>
 void restore_order(float* row, int width) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    for (; width >= 2 * kLanes; width -= 2 * kLanes, row += 2 * kLanes) {
-      float both[2 * kLanes];
-      std::memcpy(both, row, sizeof(both));
-      for (int i = 0; i < kLanes; ++i) {
-        row[2 * i] = both[i];
-        row[2 * i + 1] = both[kLanes + i];
-      }
-    }
+    for (int d = 0; d + 2 * kLanes <= width; d += 2 * kLanes) interleave(Two::load_from(row + d)).store_to(row + d);
   }
 }
 
@@ -100,79 +141,123 @@ MHA_INLINE Vec load_upto(const T* from, int count) {
 template <typename T>
 void load_few_queries(const TileState& state, FewRowsMemory& memory) {
   const int head_dim = state.params.head_dim;
-  const Vec scale = broadcast(state.params.scale);
   for (int r = 0; r < state.count; ++r) {
     const T* from = query_row<T>(state, r);
     float* to = memory.queries + r * kMaxHeadDim;
     int d = 0;
     for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
-      const Two x = load_two(from + d);
-      store(to + d, x.a * scale);
-      store(to + d + kLanes, x.b * scale);
+      load_factors(from + d).store_to(to + d);
     }
-    for (; d < head_dim; d += kLanes) store(to + d, load_upto(from + d, head_dim - d) * scale);
+    for (; d < head_dim; d += kLanes) store(to + d, load_upto(from + d, head_dim - d));
   }
 }
 
-// Products of one key and kRows rows, from `row` on; their lanes are still to be summed.
-template <int kRows, typename T>
-MHA_INLINE void multiply_key(const FewRowsBlock& block, const T* key, int row, Vec* products) {
-  constexpr int kSums = kRows <= 2 ? 4 : 2;  // of a row, that do not wait for each other
-  const int head_dim = block.state.params.head_dim;
-  const float* query = block.query_of(row);
-  Vec sum[kRows][kSums] = {};
-  const auto multiply_two = [&](int d, int at) __attribute__((always_inline)) {
-    const Two x = load_two(key + d);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      sum[r][at] = fma(x.a, load(query + r * kMaxHeadDim + d), sum[r][at]);
-      sum[r][at + 1] = fma(x.b, load(query + r * kMaxHeadDim + d + kLanes), sum[r][at + 1]);
-    }
-  };
+// Calls use(d) for d = 0, 2 * kLanes, ... while as many elements are left of a row; returns the end of them. Unrolled
+// where the length is a constant: processors fetch ahead of loads that go through memory in steps of one size, and only
+// unrolled does each load do so.
+template <int kHeadDim, typename Use>
+MHA_INLINE int for_each_two(int head_dim, const Use& use) {
   int d = 0;
-  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
-    prefetch_four(key + d);
-    multiply_two(d, 0);
-    multiply_two(d + 2 * kLanes, kSums - 2);
+  if constexpr (kHeadDim > 0) {
+#pragma GCC unroll 16
+    for (; d + 2 * kLanes <= kHeadDim; d += 2 * kLanes) use(d);
+  } else {
+    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) use(d);
   }
-  for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) multiply_two(d, 0);
-  for (; d < head_dim; d += kLanes) {
-    const Vec x = load_upto(key + d, head_dim - d);
+  return d;
+}
+
+// What of K and V is fetched ahead of the processor's own doing, which does not see far enough past the arithmetic on
+// several rows, or on 16 bits. For the little arithmetic on a single row in fp32 it does, and fetching would cost 10 %.
+template <int kHeadDim, typename T>
+MHA_INLINE void prefetch_four_rows(const FewRowsBlock& block, const T* from, int64_t stride, int head_dim) {
+  if (kHeadDim > 0 && sizeof(T) == sizeof(float) && block.state.count == 1) return;
+  constexpr int kLine = 64 / sizeof(T);
+  const int ahead = kHeadDim > 0 ? kBytesAhead / (kHeadDim * static_cast<int>(sizeof(T))) : kKeysAhead;
+  for (int i = ahead; i < ahead + 4; ++i) {
+    for (int d = 0; d < (kHeadDim > 0 ? kHeadDim : head_dim); d += kLine) __builtin_prefetch(from + i * stride + d);
+  }
+}
+
+// The scores of kKeys keys, from `k` on, and kRows rows, from `row` on.
+template <int kHeadDim, int kKeys, int kRows, typename T>
+MHA_INLINE void score_keys(const FewRowsBlock& block, const T* key, int row, int k) {
+  constexpr int kSums = kRows == 1 ? 2 : 1;  // a single row has too few sums that do not wait for each other
+  const AttentionParams& params = block.state.params;
+  const int64_t stride = params.key_strides.row;
+  const float* query = block.query_of(row);
+  key += k * stride;
+  Vec sum[kSums][kRows * kKeys] = {};
+  int d = for_each_two<kHeadDim>(params.head_dim, [&](int d) __attribute__((always_inline)) {
+    TwoFactors<T> q[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sum[r][0] = fma(x, load(query + r * kMaxHeadDim + d), sum[r][0]);
+    for (int r = 0; r < kRows; ++r) q[r] = TwoFactors<T>::load_from(query + r * kMaxHeadDim + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) {
+      const TwoFactors<T> x = load_factors(key + i * stride + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) add_product(x, q[r], sum[0][r * kKeys + i], sum[kSums - 1][r * kKeys + i]);
+    }
+  });
+  for (; kHeadDim == 0 && d < params.head_dim; d += kLanes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) {
+      const Vec x = load_upto(key + i * stride + d, params.head_dim - d);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        sum[0][r * kKeys + i] = fma(x, load(query + r * kMaxHeadDim + d), sum[0][r * kKeys + i]);
+      }
+    }
   }
+  const Vec scale = broadcast(params.scale);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-    for (int at = 2; at < kSums; ++at) sum[r][at - 2] += sum[r][at];
-    products[(row + r) * kDotKeys] = sum[r][0] + sum[r][1];
+    Vec* own = sum[0] + r * kKeys;
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeys; ++i) own[i] = (kSums > 1 ? own[i] + sum[kSums - 1][i] : own[i]) * scale;
+    float* to = block.scores_of(row + r) + k;
+    if constexpr (kKeys == 4) {
+      sum_lanes_of_four(own, to);
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) to[i] = sum_lanes(own[i]);
+    }
   }
 }
 
-template <typename T>
+template <int kHeadDim, typename T>
 void score_few_rows(const FewRowsBlock& block, const T* key) {
   const int count = block.state.count;
   const int64_t stride = block.state.params.key_strides.row;
-  Vec* products = block.memory.products;
-  for (int first = 0; first < block.keys; first += kDotKeys) {
-    const int keys = block.keys - first < kDotKeys ? block.keys - first : kDotKeys;
-    for (int k = 0; k < keys; ++k, key += stride) {
-      int r = 0;
-      for (; r + 4 <= count; r += 4) multiply_key<4>(block, key, r, products + k);
-      for (; r + 2 <= count; r += 2) multiply_key<2>(block, key, r, products + k);
-      if (r < count) multiply_key<1>(block, key, r, products + k);
+  int k = 0;
+  for (; k + 4 <= block.keys; k += 4) {
+    prefetch_four_rows<kHeadDim>(block, key + k * stride, stride, block.state.params.head_dim);
+    int r = 0;
+    if constexpr (kLanes >= 16) {
+      for (; r + 4 <= count; r += 4) score_keys<kHeadDim, 4, 4>(block, key, r, k);
     }
-    for (int r = 0; r < count; ++r) {
-      for (int k = 0; k < keys; k += 4) sum_lanes_of_four(products + r * kDotKeys + k, block.scores_of(r) + first + k);
-    }
+    for (; r + 2 <= count; r += 2) score_keys<kHeadDim, 4, 2>(block, key, r, k);
+    if (r < count) score_keys<kHeadDim, 4, 1>(block, key, r, k);
+  }
+  for (; k < block.keys; ++k) {
+    for (int r = 0; r < count; ++r) score_keys<0, 1, 1>(block, key, r, k);
   }
 }
 
 template <typename T>
 void mask_few_rows(const FewRowsBlock& block, Mask<T> mask) {
+  float* bias = block.memory.bias;
+  const Vec hidden = broadcast(-kInfinity<float>);
   for (int r = 0; r < block.state.count; ++r) {
-    const T* from = mask.data + block.state.rows.mask_offset[r] + block.first * mask.col_stride;
+    const int64_t offset = block.state.rows.mask_offset[r];
+    if (r == 0 || offset != block.state.rows.mask_offset[r - 1]) {
+      read_mask(mask.data + offset + block.first * mask.col_stride, mask.col_stride, block.keys, bias);
+    }
     float* scores = block.scores_of(r);
-    for (int k = 0; k < block.keys; ++k) scores[k] = with_mask(scores[k], from[k * mask.col_stride]);
+    for (int k = 0; k < block.keys; k += kLanes) {
+      const Vec each = load(bias + k);
+      store(scores + k, each == hidden ? hidden : load(scores + k) + each);
+    }
   }
 }
 
@@ -238,10 +323,11 @@ void weigh_few_rows(const FewRowsBlock& block) {
 
 // out[row][d] += weight[row][key] * V[key][d] for kKeys keys, from `k` on, and kRows rows, from `row` on. Weights lie
 // in registers and the output in L1, so that V is read along its rows.
-template <int kKeys, int kRows, typename T>
+template <int kHeadDim, int kKeys, int kRows, typename T>
 MHA_INLINE void add_keys(const FewRowsBlock& block, const T* value, int row, int k) {
-  const int64_t stride = block.state.params.value_strides.row;
-  const int head_dim = block.state.params.head_dim_v, width = block.state.value_width;
+  const AttentionParams& params = block.state.params;
+  const int64_t stride = params.value_strides.row;
+  const int width = kHeadDim > 0 ? kHeadDim : block.state.value_width;
   float* out = block.state.memory.out + row * width;
   value += k * stride;
   Vec weight[kRows][kKeys];
@@ -250,10 +336,10 @@ MHA_INLINE void add_keys(const FewRowsBlock& block, const T* value, int row, int
 #pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) weight[r][i] = broadcast(block.scores_of(row + r)[k + i]);
   }
-  const auto add_two = [&](int d) __attribute__((always_inline)) {
+  int d = for_each_two<kHeadDim>(params.head_dim_v, [&](int d) __attribute__((always_inline)) {
     Two sum[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sum[r] = {load(out + r * width + d), load(out + r * width + d + kLanes)};
+    for (int r = 0; r < kRows; ++r) sum[r] = Two::load_from(out + r * width + d);
 #pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) {
       const Two x = load_two(value + i * stride + d);
@@ -261,22 +347,12 @@ MHA_INLINE void add_keys(const FewRowsBlock& block, const T* value, int row, int
       for (int r = 0; r < kRows; ++r) sum[r] = {fma(weight[r][i], x.a, sum[r].a), fma(weight[r][i], x.b, sum[r].b)};
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      store(out + r * width + d, sum[r].a);
-      store(out + r * width + d + kLanes, sum[r].b);
-    }
-  };
-  int d = 0;
-  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
-    if (kKeys == 1) prefetch_four(value + d);
-    add_two(d);
-    add_two(d + 2 * kLanes);
-  }
-  for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) add_two(d);
-  for (; d < head_dim; d += kLanes) {
+    for (int r = 0; r < kRows; ++r) sum[r].store_to(out + r * width + d);
+  });
+  for (; kHeadDim == 0 && d < params.head_dim_v; d += kLanes) {
 #pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) {
-      const Vec x = load_upto(value + i * stride + d, head_dim - d);
+      const Vec x = load_upto(value + i * stride + d, params.head_dim_v - d);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) store(out + r * width + d, fma(weight[r][i], x, load(out + r * width + d)));
     }
@@ -284,28 +360,22 @@ MHA_INLINE void add_keys(const FewRowsBlock& block, const T* value, int row, int
 }
 
 // The values of the block's keys begin .. end - 1.
-template <typename T>
+template <int kHeadDim, typename T>
 void add_few_rows(const FewRowsBlock& block, const T* value, int begin, int end) {
   const int count = block.state.count;
+  const int64_t stride = block.state.params.value_strides.row;
   int k = begin;
-  if (count > 1) {
-    const int64_t stride = block.state.params.value_strides.row;
-    for (; k + 4 <= end; k += 4) {
-      for (int i = 0; i < 4; ++i) {
-        for (int d = 0; d < block.state.params.head_dim_v; d += 64 / sizeof(T)) {
-          __builtin_prefetch(value + (k + i + kKeysAhead) * stride + d);
-        }
-      }
-      int r = 0;
-      if constexpr (kLanes >= 16) {
-        for (; r + 4 <= count; r += 4) add_keys<4, 4>(block, value, r, k);
-      }
-      for (; r + 2 <= count; r += 2) add_keys<4, 2>(block, value, r, k);
-      if (r < count) add_keys<4, 1>(block, value, r, k);
+  for (; k + 4 <= end; k += 4) {
+    prefetch_four_rows<kHeadDim>(block, value + k * stride, stride, block.state.params.head_dim_v);
+    int r = 0;
+    if constexpr (kLanes >= 16) {
+      for (; r + 4 <= count; r += 4) add_keys<kHeadDim, 4, 4>(block, value, r, k);
     }
+    for (; r + 2 <= count; r += 2) add_keys<kHeadDim, 4, 2>(block, value, r, k);
+    if (r < count) add_keys<kHeadDim, 4, 1>(block, value, r, k);
   }
   for (; k < end; ++k) {
-    for (int r = 0; r < count; ++r) add_keys<1, 1>(block, value, r, k);
+    for (int r = 0; r < count; ++r) add_keys<0, 1, 1>(block, value, r, k);
   }
 }
 
@@ -322,8 +392,8 @@ void rescale_few_rows(const TileState& state) {
   }
 }
 
-template <typename T>
-void attend_few_rows(TileState& state, KeyRange keys) {
+template <int kHeadDim, typename T>
+void attend_few_rows_of(TileState& state, KeyRange keys) {
   const AttentionParams& params = state.params;
   const Tile& tile = state.tile;
   FewRowsMemory& memory = few_rows_memory();
@@ -331,7 +401,7 @@ void attend_few_rows(TileState& state, KeyRange keys) {
   for (int first = keys.begin; first < keys.end; first += kFewKeys) {
     const FewRowsBlock block = {state, memory, first, keys.end - first < kFewKeys ? keys.end - first : kFewKeys};
     const int64_t row = tile.key_start + first;
-    score_few_rows(block, row_of<T>(params.key, params.key_strides, tile.batch, tile.head_kv, row));
+    score_few_rows<kHeadDim>(block, row_of<T>(params.key, params.key_strides, tile.batch, tile.head_kv, row));
     apply_rule(block);
     params.entropy ? weigh_few_rows<true>(block) : weigh_few_rows<false>(block);
     if (params.dropout.rng_state) drop_weights(state, {memory.scores, kFewKeys, 1, first, block.keys});
@@ -343,19 +413,27 @@ void attend_few_rows(TileState& state, KeyRange keys) {
                           return find_hidden_keys(state, first, block.keys, mask, memory.seen);
                         });
     if (!hidden) {
-      add_few_rows(block, value, 0, block.keys);
+      add_few_rows<kHeadDim>(block, value, 0, block.keys);
       continue;
     }
     for (int k = 0; k < block.keys;) {  // what no row sees may be NaN
       int end = k;
       while (end < block.keys && memory.seen[end]) ++end;
-      add_few_rows(block, value, k, end);
+      add_few_rows<kHeadDim>(block, value, k, end);
       for (k = end; k < block.keys && !memory.seen[k];) ++k;
     }
   }
   for (int r = 0; r < state.count; ++r) {
     restore_order<T>(state.memory.out + r * state.value_width, params.head_dim_v);
   }
+}
+
+template <typename T>
+void attend_few_rows(TileState& state, KeyRange keys) {
+  const int head_dim = state.params.head_dim;
+  if (head_dim == 128 && state.params.head_dim_v == 128) return attend_few_rows_of<128, T>(state, keys);
+  if (head_dim == 64 && state.params.head_dim_v == 64) return attend_few_rows_of<64, T>(state, keys);
+  attend_few_rows_of<0, T>(state, keys);
 }
 
 }  // namespace
