@@ -134,20 +134,21 @@ struct OutputBlock {
   const float* factor;  // of the rows: what `to` gets is multiplied by it; null: by nothing
   float* to;
   int64_t to_stride;
-  int rows;
+  int rows, vectors;
 
   template <int kRows, int kVecs>
-  __attribute__((noinline)) void block() const {
+  MHA_INLINE void block(int first) const {
     Vec sum[kRows][kVecs] = {};
     if (rescale) {
+      const float* from = out + first * kLanes;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) sum[r][v] = load(out + r * out_stride + v * kLanes) * broadcast(rescale[r]);
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = load(from + r * out_stride + v * kLanes) * broadcast(rescale[r]);
       }
     }
     const float* weight = weights;
-    const T* row = value;
+    const T* row = value + first * kLanes;
     const int64_t stride = value_stride;
     for (int k = keys; k > 0; --k) {
       Vec x[kVecs];
@@ -169,10 +170,20 @@ struct OutputBlock {
         for (int v = 0; v < kVecs; ++v) sum[r][v] *= broadcast(factor[r]);
       }
     }
+    float* finished = to + first * kLanes;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) store(to + r * to_stride + v * kLanes, sum[r][v]);
+      for (int v = 0; v < kVecs; ++v) store(finished + r * to_stride + v * kLanes, sum[r][v]);
+    }
+  }
+
+  // All columns, kVecs at a time.
+  template <int kRows, int kVecs>
+  __attribute__((noinline)) void columns(int first) const {
+    for (; first + kVecs <= vectors; first += kVecs) block<kRows, kVecs>(first);
+    if constexpr (kVecs > 1) {
+      if (first < vectors) columns<kRows, kVecs - 1>(first);
     }
   }
 
@@ -181,7 +192,7 @@ struct OutputBlock {
     const OutputBlock& x;
     template <int kRows>
     void run() const {
-      x.template block<kRows, kVecs>();
+      x.template columns<kRows, kVecs>(0);
     }
   };
 
