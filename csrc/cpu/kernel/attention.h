@@ -83,31 +83,30 @@ void add_values(const TileState& state, const ScoreBlockState& block, const KeyR
   const int vectors = state.value_width / kLanes;
   const OutputShape shape = output_shape(vectors);
   const EvenParts groups(state.count, shape.rows);
-  for (int v = 0; v < vectors; v += shape.vectors) {
-    for (int group = 0; group < groups.parts(); ++group) {
-      const int r = groups.begin(group);
-      KeyRange keys = of_group[group].within(block.first, block.first + block.keys);
-      if (keys.empty()) {
-        if (state.has_output && !output) continue;  // nothing to add or to rescale
-        keys = {block.first, block.first};
-      }
-      // In whole steps: where one has a key more, its weight is 0.
-      const int begin = (keys.begin - block.first) / Unit::kStep;
-      const int end = (keys.end - block.first + Unit::kStep - 1) / Unit::kStep;
-      const int64_t output_stride = state.params.output_strides.row;
-      const OutputBlock<T, Unit> product = {memory.scores + r + begin * kScoreStride,
-                                            value.data + begin * value.stride + v * kLanes,
-                                            value.stride,
-                                            end - begin,
-                                            state.has_output ? state.rows.rescale + r : nullptr,
-                                            memory.out + r * state.value_width + v * kLanes,
-                                            state.value_width,
-                                            output ? output + r * output_stride + v * kLanes : nullptr,
-                                            state.rows.factor + r,
-                                            output_stride,
-                                            groups.size(group)};
-      with_size<kVectors>(std::min(vectors - v, shape.vectors), product);
+  for (int group = 0; group < groups.parts(); ++group) {
+    const int r = groups.begin(group);
+    KeyRange keys = of_group[group].within(block.first, block.first + block.keys);
+    if (keys.empty()) {
+      if (state.has_output && !output) continue;  // nothing to add or to rescale
+      keys = {block.first, block.first};
     }
+    // In whole steps: where one has a key more, its weight is 0.
+    const int begin = (keys.begin - block.first) / Unit::kStep;
+    const int end = (keys.end - block.first + Unit::kStep - 1) / Unit::kStep;
+    const int64_t output_stride = state.params.output_strides.row;
+    const OutputBlock<T, Unit> product = {memory.scores + r + begin * kScoreStride,
+                                          value.data + begin * value.stride,
+                                          value.stride,
+                                          end - begin,
+                                          state.has_output ? state.rows.rescale + r : nullptr,
+                                          memory.out + r * state.value_width,
+                                          state.value_width,
+                                          output ? output + r * output_stride : nullptr,
+                                          state.rows.factor + r,
+                                          output_stride,
+                                          groups.size(group),
+                                          vectors};
+    with_size<kVectors>(shape.vectors, product);
   }
 }
 
@@ -118,7 +117,16 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
   const AttentionParams& params = state.params;
   const Tile& tile = state.tile;
   Scratch& memory = state.memory;
+  bool masked = params.rule.attn_mask;
+  if (masked && shares_mask_row(state)) {
+    const VisibleKeys visible =
+        with_mask_type(params.rule, [&](auto mask) { return visible_part(state, first, end, mask); });
+    first = visible.first;
+    end = visible.end;
+    masked = visible.masked;
+  }
   ScoreBlockState block = start_block(state, of_vector, first, end);
+  block.masked = masked;
   const RowsInMemory<T> key = {
       row_of<T>(params.key, params.key_strides, tile.batch, tile.head_kv, tile.key_start + first),
       params.key_strides.row};
@@ -153,7 +161,7 @@ void attend_block(TileState& state, const KeyRange* of_vector, const KeyRange* o
     finish_softmax(state);
   }
 
-  const bool hidden = shares_mask(state) && with_mask_type(params.rule, [&](auto mask) {
+  const bool hidden = masked && shares_mask(state) && with_mask_type(params.rule, [&](auto mask) {
                         return find_hidden_keys(state, first, block.keys, mask, memory.seen);
                       });
   const uint8_t* seen = hidden ? memory.seen : nullptr;

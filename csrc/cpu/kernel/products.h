@@ -155,20 +155,21 @@ struct OutputBlock {
   T* final;             // where the output goes instead, rounded; null: it is not finished
   const float* factor;  // of the rows: what makes the finished output
   int64_t final_stride;
-  int rows;
+  int rows, vectors;
 
   template <int kRows, int kVecs>
-  __attribute__((noinline)) void block() const {
+  MHA_INLINE void block(int first) const {
     Vec sum[kRows][kVecs] = {};
     if (rescale) {
+      const float* from = out + first * kLanes;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) sum[r][v] = load(out + r * out_stride + v * kLanes) * broadcast(rescale[r]);
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = load(from + r * out_stride + v * kLanes) * broadcast(rescale[r]);
       }
     }
     const float* weight = weights;
-    const float* row = value;
+    const float* row = value + first * kLanes;
     const int64_t stride = value_stride;
     for (int left = steps; left > 0; --left) {
       Vec x[kVecs];
@@ -183,16 +184,31 @@ struct OutputBlock {
       weight += kScoreStride;
       row += stride;
     }
+    if (final) {
+      T* to = final + first * kLanes;
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          store_rounded(to + r * final_stride + v * kLanes, sum[r][v] * broadcast(factor[r]));
+        }
+      }
+      return;
+    }
+    float* to = out + first * kLanes;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) {
-        if (final) {
-          store_rounded(final + r * final_stride + v * kLanes, sum[r][v] * broadcast(factor[r]));
-        } else {
-          store(out + r * out_stride + v * kLanes, sum[r][v]);
-        }
-      }
+      for (int v = 0; v < kVecs; ++v) store(to + r * out_stride + v * kLanes, sum[r][v]);
+    }
+  }
+
+  // All columns, kVecs at a time.
+  template <int kRows, int kVecs>
+  __attribute__((noinline)) void columns(int first) const {
+    for (; first + kVecs <= vectors; first += kVecs) block<kRows, kVecs>(first);
+    if constexpr (kVecs > 1) {
+      if (first < vectors) columns<kRows, kVecs - 1>(first);
     }
   }
 
@@ -201,7 +217,7 @@ struct OutputBlock {
     const OutputBlock& x;
     template <int kRows>
     void run() const {
-      x.template block<kRows, kVecs>();
+      x.template columns<kRows, kVecs>(0);
     }
   };
 

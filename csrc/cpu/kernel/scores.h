@@ -12,7 +12,10 @@ struct ScoreBlockState {
   int first, keys;
   KeyRange of_vector[kRowVectors];  // keys of this block that some row of a vector sees, counted from `first`
   int first_vector, end_vector;     // those at work
-  bool changed;                     // whether the rule makes scores of the products, rather than only bounds them
+  bool masked;                      // whether attn_mask is more than `true` or 0 here
+
+  // Whether the rule does more to the products than to hide keys beyond bounds.
+  bool is_changed(const ScoreRuleParams& rule) const { return masked || rule.softcap != 0 || rule.alibi_slopes; }
 
   // Whether some row of a vector does not see some key of of_vector.
   bool is_bounded(const Rows& rows, int v) const {
@@ -28,10 +31,9 @@ ScoreBlockState start_block(const TileState& state, const KeyRange* of_vector, i
     const KeyRange range = of_vector[v].within(first, end);
     block.of_vector[v] = range.empty() ? KeyRange{0, 0} : KeyRange{range.begin - first, range.end - first};
   }
-  const ScoreRuleParams& rule = state.params.rule;
   block.first_vector = 0;
   block.end_vector = state.vectors;
-  block.changed = rule.softcap != 0 || rule.attn_mask || rule.alibi_slopes;
+  block.masked = state.params.rule.attn_mask != nullptr;
   return block;
 }
 
@@ -67,14 +69,16 @@ struct Mask {
 
 // Whether every row reads the same row of the mask.
 MHA_INLINE bool shares_mask_row(const TileState& state) {
-  for (int r = 1; r < state.count; ++r) {
-    if (state.rows.mask_offset[r] != state.rows.mask_offset[0]) return false;
-  }
-  return true;
+  const Strides4& strides = state.params.rule.mask_strides;
+  return (strides.row == 0 || state.tile.queries == 1) && (strides.head == 0 || state.tile.heads == 1);
 }
 
 // What a mask adds to `count` scores of a row.
 MHA_INLINE void read_mask(const uint8_t* from, int64_t col_stride, int count, float* to) {
+  if (col_stride == 1) {
+    for (int k = 0; k < count; ++k) to[k] = from[k] ? 0.f : -kInfinity<float>;
+    return;
+  }
   for (int k = 0; k < count; ++k) to[k] = from[k * col_stride] ? 0.f : -kInfinity<float>;
 }
 template <typename T>
@@ -147,6 +151,24 @@ bool find_hidden_keys(const TileState& state, int first, int keys, Mask<T> mask,
   return any_hidden;
 }
 
+struct VisibleKeys {
+  int first, end;
+  bool masked;  // whether the mask does anything to the keys in between
+};
+
+// Of the keys first .. end - 1, under a mask whose one row all queries read: without those that it hides at either end.
+template <typename T>
+VisibleKeys visible_part(const TileState& state, int first, int end, Mask<T> mask) {
+  float* bias = state.memory.mask_rows;
+  read_mask(mask.data + state.rows.mask_offset[0] + first * mask.col_stride, mask.col_stride, end - first, bias);
+  const float* from = bias - first;
+  while (first < end && from[first] == -kInfinity<float>) ++first;
+  while (first < end && from[end - 1] == -kInfinity<float>) --end;
+  int others = 0;
+  for (int k = first; k < end; ++k) others += from[k] != 0;
+  return {first, end, others > 0};
+}
+
 // Calls use(Mask<T>) for the type of the mask.
 template <typename Use>
 MHA_INLINE auto with_mask_type(const ScoreRuleParams& rule, const Use& use) {
@@ -199,7 +221,7 @@ void hide_out_of_bounds(const TileState& state, const ScoreBlockState& block) {
 void apply_rule(const TileState& state, const ScoreBlockState& block) {
   const ScoreRuleParams& rule = state.params.rule;
   if (rule.softcap != 0) cap_scores(state, block);
-  if (rule.attn_mask) {
+  if (block.masked) {
     with_mask_type(rule, [&](auto mask) { mask_scores(state, block, mask); });
   }
   if (rule.alibi_slopes) subtract_alibi(state, block);

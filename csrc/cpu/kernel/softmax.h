@@ -54,7 +54,8 @@ void weigh_block(const TileState& state, const ScoreBlockState& block) {
     }
     const Vec old_max = load(rows.max + at);
     Vec new_max = load(rows.largest + at);
-    if (block.changed || block.is_bounded(rows, v)) new_max = max_of_column(column, keys, old_max);
+    if (block.is_changed(state.params.rule) || block.is_bounded(rows, v))
+      new_max = max_of_column(column, keys, old_max);
     const Vec shift = shift_of(new_max);
     const Vec rescale = power_of<kLog2>(old_max - shift), old_sum = load(rows.sum + at);
     Vec sum = {}, weighted = {};

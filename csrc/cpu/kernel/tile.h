@@ -218,6 +218,11 @@ void load_queries(const TileState& state) {
         std::memset(copy, 0, head_dim * sizeof(float));
       } else if constexpr (std::is_same_v<T, float>) {
         from[i] = query_row<T>(state, r + i);
+        // Rows are too short for the processor to see a pattern.
+        if (r + i + kTransposed < state.count) {
+          const float* next = query_row<T>(state, r + i + kTransposed);
+          for (int d = 0; d < head_dim; d += 16) __builtin_prefetch(next + d);
+        }
       } else {
         read_row(query_row<T>(state, r + i), head_dim, head_dim, copy);
       }
