@@ -104,9 +104,10 @@ void add_bias_gradients(const TileState& state, const ScoreBlockState& block, Ba
     return;
   }
   int whole = 0;  // keys whose columns became rows
-  for (; whole + 4 <= block.keys; whole += 4) {
-    const float* from = memory.grad_scores + whole * kScoreStride;
-    transpose_four<kBiasStride, kScoreStride>(from, state.vectors * kLanes, 1.f, memory.bias_rows + whole);
+  for (; whole + kTransposed <= block.keys; whole += kTransposed) {
+    const float* from[kTransposed];
+    for (int i = 0; i < kTransposed; ++i) from[i] = memory.grad_scores + (whole + i) * kScoreStride;
+    transpose_rows<kBiasStride>(from, state.vectors * kLanes, 1.f, memory.bias_rows + whole);
   }
   for (int r = 0; r < state.count; ++r) {
     float* to = bias + memory.bias_offset[r];
