@@ -11,6 +11,7 @@
 namespace mha_ext::cpu {
 
 constexpr int64_t kWantedItems = 32;         // enough for every thread to find work until the end
+constexpr int64_t kWantedBiasParts = 8;      // a part costs memory of the size of the mask, and time to add up
 constexpr int64_t kRunKeys = 2 * kTileKeys;  // fewer keys are not worth a run of their own
 constexpr int64_t kMaxRunKeys = 512 * kTileKeys;
 constexpr int64_t kMaxPartFloats = 1 << 26;      // of all parts of the gradient of the queries
@@ -44,17 +45,18 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& params) {
   plan.head_slices = shares_heads ? 1 : forward.num_heads_kv;
   plan.member_heads = forward.num_heads_kv / plan.head_slices;
   plan.members = forward.batch / plan.batch_slices * plan.member_heads;
-  const auto parts = [&](int64_t have, int64_t most) {
-    return std::clamp<int64_t>((kWantedItems + have - 1) / have, 1, std::max<int64_t>(most, 1));
+  const auto parts = [](int64_t wanted, int64_t have, int64_t most) {
+    return std::clamp<int64_t>((wanted + have - 1) / have, 1, std::max<int64_t>(most, 1));
   };
   const int64_t slices = plan.batch_slices * plan.head_slices;
   if (has_bias) {
     const int64_t bias = params.bias_batch * params.bias_heads * params.bias_rows * forward.seqlen_kv;
-    plan.bias_parts = parts(slices, std::min(plan.members, kMaxBiasPartFloats / std::max<int64_t>(bias, 1)));
+    plan.bias_parts =
+        parts(kWantedBiasParts, slices, std::min(plan.members, kMaxBiasPartFloats / std::max<int64_t>(bias, 1)));
   }
   const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.num_heads_q * forward.seqlen_q;
   const int64_t query_floats = std::max<int64_t>(rows * forward.head_dim, 1);
-  plan.runs = parts(plan.chains(), std::min(forward.seqlen_kv / kRunKeys, kMaxPartFloats / query_floats));
+  plan.runs = parts(kWantedItems, plan.chains(), std::min(forward.seqlen_kv / kRunKeys, kMaxPartFloats / query_floats));
   plan.runs = std::max(plan.runs, (forward.seqlen_kv + kMaxRunKeys - 1) / kMaxRunKeys);
   plan.run_keys = round_up(std::max<int64_t>((forward.seqlen_kv + plan.runs - 1) / plan.runs, 1), kTileKeys);
   plan.runs = std::max<int64_t>((forward.seqlen_kv + plan.run_keys - 1) / plan.run_keys, 1);

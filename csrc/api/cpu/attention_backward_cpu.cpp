@@ -57,21 +57,28 @@ struct InputGradients {
 // (parts, batch, heads, rows, cols) fp32 -> the shape and dtype of the mask. Sums in an order of their own, so that
 // they do not depend on the number of threads.
 at::Tensor finish_bias(const at::Tensor& parts, const at::Tensor& mask) {
-  const int64_t cols = parts.size(4);
-  if (parts.size(0) == 1 && mask.size(3) == cols) return parts.view(mask.sizes()).to(mask.scalar_type());
+  const int64_t count = parts.size(0), cols = parts.size(4), rows = parts.numel() / std::max<int64_t>(count * cols, 1);
+  if (count == 1 && mask.size(3) == cols) return parts.view(mask.sizes()).to(mask.scalar_type());
   at::Tensor sum = at::empty(mask.sizes(), parts.options());
   const float* from = parts.const_data_ptr<float>();
   float* to = sum.mutable_data_ptr<float>();
-  const int64_t elements = parts.numel() / parts.size(0), width = cols / std::max<int64_t>(mask.size(3), 1);
-  at::parallel_for(0, sum.numel(), 1 << 14, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      double total = 0;
-      for (int64_t part = 0; part < parts.size(0); ++part) {
-        for (int64_t j = 0; j < width; ++j) total += from[part * elements + i * width + j];
+  if (mask.size(3) == cols) {
+    at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
+      std::copy(from + begin * cols, from + end * cols, to + begin * cols);
+      for (int64_t part = 1; part < count; ++part) {
+        const float* more = from + part * rows * cols;
+        for (int64_t i = begin * cols; i < end * cols; ++i) to[i] += more[i];
       }
-      to[i] = static_cast<float>(total);
+    });
+    return sum.to(mask.scalar_type());
+  }
+  for (int64_t row = 0; row < sum.numel(); ++row) {  // the mask repeats its last axis
+    double total = 0;
+    for (int64_t part = 0; part < count; ++part) {
+      for (int64_t j = 0; j < cols; ++j) total += from[(part * rows + row) * cols + j];
     }
-  });
+    to[row] = static_cast<float>(total);
+  }
   return sum.to(mask.scalar_type());
 }
 

@@ -92,8 +92,7 @@ void add_slope_gradients(const TileState& state, const ScoreBlockState& block, B
 }
 
 // To the rows of the mask's gradient that the tile's rows have, or share. bias: of the block's first key.
-void add_bias_gradients(const TileState& state, const ScoreBlockState& block, const BackwardScratch& memory,
-                        float* bias) {
+void add_bias_gradients(const TileState& state, const ScoreBlockState& block, BackwardScratch& memory, float* bias) {
   bool shared = true;
   for (int r = 1; r < state.count; ++r) shared &= memory.bias_offset[r] == memory.bias_offset[0];
   if (shared) {
@@ -104,10 +103,19 @@ void add_bias_gradients(const TileState& state, const ScoreBlockState& block, co
     }
     return;
   }
+  int whole = 0;  // keys whose columns became rows
+  for (; whole + kTransposed <= block.keys; whole += kTransposed) {
+    const float* from[kTransposed];
+    for (int i = 0; i < kTransposed; ++i) from[i] = memory.grad_scores + (whole + i) * kScoreStride;
+    transpose_rows<kBiasStride>(from, state.vectors * kLanes, 1.f, memory.bias_rows + whole);
+  }
   for (int r = 0; r < state.count; ++r) {
     float* to = bias + memory.bias_offset[r];
+    const float* from = memory.bias_rows + r * kBiasStride;
     const KeyRange keys = block.of_vector[r / kLanes];
-    for (int k = keys.begin; k < keys.end; ++k) to[k] += memory.grad_scores[k * kScoreStride + r];
+    int k = keys.begin;
+    for (; k + kLanes <= keys.end && k + kLanes <= whole; k += kLanes) store(to + k, load(to + k) + load(from + k));
+    for (; k < keys.end; ++k) to[k] += memory.grad_scores[k * kScoreStride + r];
   }
 }
 

@@ -9,6 +9,7 @@ namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
 
 constexpr int kRowStride = kMaxHeadDim + 16;  // neighbouring rows in different cache sets
+constexpr int kBiasStride = kTileKeys + 16;
 
 // Besides that of the forward. Rows of a tile beyond its last are zeros.
 struct alignas(64) BackwardScratch {
@@ -19,6 +20,7 @@ struct alignas(64) BackwardScratch {
   float grad_scores[kTileKeys * kScoreStride];     // (keys, kScoreStride), first grad_output * value
   float weights[kTileKeys * kScoreStride];         // before dropout, where there is any
   float cap_slopes[kTileKeys * kScoreStride];      // of softcap, where there is any
+  float bias_rows[kTileRows * kBiasStride];        // grad_scores on their way into the gradient of a mask
   float key[kTileKeys * kRowStride];               // where keys cannot be read in place
   float value[kTileKeys * kRowStride];             // the same of values
   float shift[kTileRows], inverse_sum[kTileRows];  // weight = exp(score - shift) * inverse_sum
@@ -85,7 +87,8 @@ void load_row_statistics(const AttentionBackwardParams& params, const TileState&
   const AttentionParams& forward = params.forward;
   const int rows = state.vectors * kLanes;
   for (int r = 0; r < rows; ++r) {
-    memory.shift[r] = memory.inverse_sum[r] = memory.delta[r] = memory.slope_sums[r] = 0;
+    memory.shift[r] = std::numeric_limits<float>::max();  // of no query: weights of 0
+    memory.inverse_sum[r] = memory.delta[r] = memory.slope_sums[r] = 0;
     if (r >= state.count) continue;
     const int64_t at = statistic_at(state, r);
     memory.shift[r] = forward.row_stats[2 * at];
@@ -98,7 +101,6 @@ void load_row_statistics(const AttentionBackwardParams& params, const TileState&
     constexpr float kMinusLog2 = -0.69314718056f;
     store(memory.inverse_sum + r, exp_of_negative(load(memory.inverse_sum + r) * broadcast(kMinusLog2)));
   }
-  for (int r = state.count; r < rows; ++r) memory.inverse_sum[r] = 0;
 }
 
 void write_sink_gradients(const AttentionBackwardParams& params, const TileState& state,
