@@ -38,7 +38,7 @@ MUTATIONS = {
         "for (; i + kLanes <= count; i += kLanes) store(to + i, load_as_float(from + i));",
         "for (; i < count; i += kLanes) store(to + i, load_as_float(from + i));",
         "avx2_sanitized",
-        f"{_VALUES} and q1_k97",
+        f"{_VALUES} and q63",
     ),
     "overrun: a row is written in whole vectors": Mutation(
         "cpu/kernel/elements.h",
