@@ -36,7 +36,8 @@ EDGES = [
         ((1, 17, 31, 1, 1), ()), ((1, 33, 100, 250, 8), ("window",)), ((1, 63, 65, 31, 33), ("causal",)),
         ((2, 65, 64, 40, 40), ("causal",)), ((1, 70, 197, 64, 63), ("causal_end", "bias")),
         ((2, 75, 110, 24, 20), ("bool_mask", "causal_end")), ((1, 80, 100, 32, 65), ("key_padding", "alibi")),
-        ((1, 130, 97, 18, 96), ("bias_by_head", "window_left", "sinks")), ((4, 67, 203, 31, 33), ("causal_end",)),
+        ((1, 130, 97, 18, 96), ("bias_by_head", "window_left", "sinks")),
+        ((1, 2, 99, 24, 24), ("causal_end",)), ((4, 67, 203, 31, 33), ("causal_end",)),
     )
     for head_dim, head_dim_v in [widths]
 ]  # fmt: skip

@@ -59,7 +59,7 @@ MUTATIONS = {
         "left >= 2 * kLanes ? ~0u : (1u << left) - 1",
         "~0u",
         "avx512_bf16_sanitized",
-        f"{_VALUES} and bfloat16 and q33",
+        f"{_VALUES} and bfloat16 and q17",
     ),
     "overrun: the last run of keys is as long as every other": Mutation(
         "cpu/kernel/backward.h",
@@ -98,7 +98,7 @@ MUTATIONS = {
         "int k = end > 0 ? end : 0;",
         "int k = end >= 0 ? end + 1 : 0;",
         "avx2_sanitized",
-        f"{_VALUES} and (decode or q1_k130)",
+        f"{_VALUES} and q2_k99",
     ),
     "mask: a hidden value meets a weight of 0": Mutation(
         "cpu/kernel/few_rows.h",
