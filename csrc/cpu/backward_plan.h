@@ -14,7 +14,7 @@ constexpr int64_t kWantedItems = 32;         // enough for every thread to find 
 constexpr int64_t kWantedBiasParts = 8;      // a part costs memory of the size of the mask, and time to add up
 constexpr int64_t kRunKeys = 2 * kTileKeys;  // fewer keys are not worth a run of their own
 constexpr int64_t kMaxRunKeys = 512 * kTileKeys;
-constexpr int64_t kMaxPartFloats = 1 << 26;      // of all parts of the gradient of the queries
+constexpr int64_t kMaxRuns = 8;                  // each leaves a part as large as the gradient of the queries
 constexpr int64_t kMaxBiasPartFloats = 1 << 24;  // of all parts of the gradient of the mask
 constexpr int kAccumulatorAlign = 16;            // floats: whole vectors of every target
 
@@ -54,9 +54,7 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& params) {
     plan.bias_parts =
         parts(kWantedBiasParts, slices, std::min(plan.members, kMaxBiasPartFloats / std::max<int64_t>(bias, 1)));
   }
-  const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.num_heads_q * forward.seqlen_q;
-  const int64_t query_floats = std::max<int64_t>(rows * forward.head_dim, 1);
-  plan.runs = parts(kWantedItems, plan.chains(), std::min(forward.seqlen_kv / kRunKeys, kMaxPartFloats / query_floats));
+  plan.runs = parts(kWantedItems, plan.chains(), std::min(forward.seqlen_kv / kRunKeys, kMaxRuns));
   plan.runs = std::max(plan.runs, (forward.seqlen_kv + kMaxRunKeys - 1) / kMaxRunKeys);
   plan.run_keys = round_up(std::max<int64_t>((forward.seqlen_kv + plan.runs - 1) / plan.runs, 1), kTileKeys);
   plan.runs = std::max<int64_t>((forward.seqlen_kv + plan.run_keys - 1) / plan.run_keys, 1);
