@@ -1,4 +1,5 @@
-// The backward for what every processor of an architecture has: vectors of 16 bytes, SSE2 on x86-64 and NEON on aarch64.
+// The backward for what every processor of an architecture has: vectors of 16 bytes, SSE2 on x86-64 and NEON on
+// aarch64.
 #include "cpu/backward_plan.h"
 #include "cpu/kernel/includes.h"
 

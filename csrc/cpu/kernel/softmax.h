@@ -71,7 +71,7 @@ void weigh_block(const TileState& state, const ScoreBlockState& block) {
   }
 }
 
-void update_softmax(const TileState& state, const ScoreBlockState& block) {
+inline void update_softmax(const TileState& state, const ScoreBlockState& block) {
   if (state.in_log2) {
     state.params.entropy ? weigh_block<true, true>(state, block) : weigh_block<false, true>(state, block);
   } else {
@@ -80,7 +80,7 @@ void update_softmax(const TileState& state, const ScoreBlockState& block) {
 }
 
 // What the softmax knows of the rows, in natural units again.
-void leave_log2(TileState& state) {
+inline void leave_log2(TileState& state) {
   if (!state.in_log2) return;
   state.in_log2 = false;
   for (int r = 0; r < state.vectors * kLanes; ++r) {

@@ -50,7 +50,7 @@ struct alignas(64) Scratch {
   uint8_t seen[kTileKeys];                 // by some row, under a mask that all queries share
 };
 
-Scratch& scratch() {
+inline Scratch& scratch() {
   thread_local std::unique_ptr<Scratch> own(new Scratch);
   return *own;
 }
