@@ -70,7 +70,7 @@ MUTATIONS = {
     ),
     "aligned: a vector is loaded from where floats may lie": Mutation(
         "cpu/kernel/simd.h",
-        "typedef float VecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(4), may_alias));",
+        "typedef float VecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(2), may_alias));",
         "typedef Vec VecInMemory;",
         "avx2_sanitized",
         f"{_VALUES} and q70_k197",
