@@ -195,6 +195,8 @@ void moves() {
   const Vector a = any_bits(), b = any_bits(), at = any_bits();
   expect_bits("_mm512_castps512_ps256", vector(_mm512_castps512_ps256(a)), a, 8);
   expect_bits("_mm512_castsi512_ps", vector(_mm512_castsi512_ps(a)), a);
+  expect_bits("_mm512_castps_pd", vector(_mm512_castps_pd(a)), a);
+  expect_bits("_mm512_castpd_ps", vector(_mm512_castpd_ps(a.as<__m512d>())), a);
   expect_bits("_mm512_castsi128_si512", vector(_mm512_castsi128_si512(a.as<__m128i>())), a, 4);
   parts<0>();
   parts<1>();
@@ -221,6 +223,8 @@ void moves() {
   }
   expect_bits("_mm512_unpacklo_epi32", vector(_mm512_unpacklo_epi32(a, b)), expected);
   expect_bits("_mm512_unpackhi_epi32", vector(_mm512_unpackhi_epi32(a, b)), upper);
+  expect_bits("_mm512_unpacklo_ps", vector(_mm512_unpacklo_ps(a, b)), expected);
+  expect_bits("_mm512_unpackhi_ps", vector(_mm512_unpackhi_ps(a, b)), upper);
   for (int i = 0; i < 8; ++i) {
     expected.u64[i] = i % 2 ? b.u64[i - 1] : a.u64[i];
     upper.u64[i] = i % 2 ? b.u64[i] : a.u64[i + 1];
@@ -228,6 +232,16 @@ void moves() {
   expect_bits("_mm512_unpacklo_epi64", vector(_mm512_unpacklo_epi64(a, b)), expected);
   expect_bits("_mm512_unpackhi_epi64", vector(_mm512_unpackhi_epi64(a, b)), upper);
 
+  for (int i = 0; i < 8; ++i) {
+    const int index = at.u64[i] & 15;
+    expected.u64[i] = index < 8 ? a.u64[index] : b.u64[index - 8];
+    upper.u64[i] = a.u64[i];
+  }
+  const __m512d permuted = _mm512_permutex2var_pd(a.as<__m512d>(), at, b.as<__m512d>());
+  expect_bits("_mm512_permutex2var_pd", vector(permuted), expected);
+  const auto word = [&](int i) { return static_cast<int64_t>(a.u64[i]); };
+  const __m512i set = _mm512_setr_epi64(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
+  expect_bits("_mm512_setr_epi64", vector(set), upper);
   for (int i = 0; i < 32; ++i) {
     const int index = at.u16[i] & 63;
     expected.u16[i] = index < 32 ? a.u16[index] : b.u16[index - 32];

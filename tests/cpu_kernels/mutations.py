@@ -70,8 +70,8 @@ MUTATIONS = {
     ),
     "aligned: a vector is loaded from where floats may lie": Mutation(
         "cpu/kernel/simd.h",
-        "  Vec x;\n  std::memcpy(&x, from, sizeof(x));",
-        "  Vec x = *reinterpret_cast<const Vec*>(from);",
+        "typedef float VecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(2), may_alias));",
+        "typedef Vec VecInMemory;",
         "avx2_sanitized",
         f"{_VALUES} and q70_k197",
     ),

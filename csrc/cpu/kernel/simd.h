@@ -12,9 +12,9 @@ typedef float Vec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));
 typedef int32_t IntVec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));  // of a comparison: -1 is true
 typedef uint32_t BitVec __attribute__((vector_size(MHA_CPU_VECTOR_BYTES)));
 
-// In memory, at any address.
-typedef float VecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(4), may_alias));
-typedef int32_t IntVecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(4), may_alias));
+// In memory, at any address of an element, which may have 16 bits.
+typedef float VecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(2), may_alias));
+typedef int32_t IntVecInMemory __attribute__((vector_size(MHA_CPU_VECTOR_BYTES), aligned(2), may_alias));
 
 MHA_INLINE Vec load(const float* from) { return *reinterpret_cast<const VecInMemory*>(from); }
 MHA_INLINE IntVec load(const int32_t* from) { return *reinterpret_cast<const IntVecInMemory*>(from); }
