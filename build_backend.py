@@ -34,8 +34,7 @@ TORCH_REQUIREMENT = "torch>=2.9"
 FIRST_CUDA_WITH_NVCC_WHEEL = 13
 USUAL_HOMES = ("/usr/local/cuda-{cuda}", "/usr/local/cuda-{major}", "/usr/local/cuda", "/opt/cuda")
 
-# -fopenmp: without it at::parallel_for runs on one thread. Nothing is linked for it: the runtime is torch's own.
-CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp"]  # the C++ standard is the one torch's headers ask for
+CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden"]  # the C++ standard is the one torch's headers ask for
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",

@@ -90,6 +90,18 @@ def compiler_name() -> str:
     return " ".join([name, *version[:1]])
 
 
+def openmp_flags(compiler: str) -> list[str]:
+    """What makes at::parallel_for run on torch's threads.
+
+    g++ calls the OpenMP runtime that torch brings, and nothing is linked for it; clang++ calls another, which torch's
+    wheels do not hold.
+    """
+    if compiler.startswith("g++"):
+        return ["-fopenmp"]
+    say(f"the CPU kernels will run on one thread: {compiler} is not g++, whose OpenMP is torch's")
+    return []
+
+
 def make_extension(plan: Plan, facts: dict[str, Any]) -> tuple[Any, Any]:
     """The extension and the command that builds it."""
     assert plan.torch is not None
@@ -115,7 +127,9 @@ def make_extension(plan: Plan, facts: dict[str, Any]) -> tuple[Any, Any]:
         "include_dirs": [str(ROOT / "csrc")],
         "depends": [str(path) for suffix in ("h", "cuh") for path in sorted(ROOT.glob(f"csrc/**/*.{suffix}"))],
         "extra_compile_args": {
-            "cxx": CXX_FLAGS + [f'-D{name}="{value}"' for name, value in macros.items()],
+            "cxx": CXX_FLAGS
+            + openmp_flags(facts["compiler"])
+            + [f'-D{name}="{value}"' for name, value in macros.items()],
             "nvcc": NVCC_FLAGS,
         },
     }
@@ -168,7 +182,7 @@ def main() -> None:
         say(f"CUDA {plan.toolkit.version} taken from {plan.toolkit.home} ({plan.toolkit.origin})")
     built = {
         "cuda": "the CUDA kernels",
-        "cpu": "no CUDA kernels",
+        "cpu": "the kernels for the CPU",
         "python": "pure Python, without an extension",
     }
     say(f"building {built[plan.kind]}{': ' + plan.reason if plan.reason else ''}")

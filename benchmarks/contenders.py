@@ -129,8 +129,8 @@ def scores_of(case: Case) -> int:
 
 def our_backends(device: torch.device) -> dict[str, str | None]:
     """Backends of mha_ext for this device by name; None, or why it is not available."""
-    left_out = "cpu" if device.type == "cuda" else ""
-    return {name: reason for name, reason in mha_ext.backends.available().items() if name != left_out}
+    left_out = ("cpu",) if device.type == "cuda" else ("fused", "unfused")
+    return {name: reason for name, reason in mha_ext.backends.available().items() if name not in left_out}
 
 
 def has_kernels(device: torch.device) -> bool:

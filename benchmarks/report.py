@@ -278,13 +278,15 @@ class Report:
         return [*lines, "", *notes] if notes else lines
 
     def detail_lines(self) -> list[str]:
-        """Every contender of every case in one table."""
+        """Every contender of every case in one table, but those that could not be timed: the notes count them."""
         more = ["roofline", "MiB"] if self.on_gpu() else ["peak"]
         header = ["case", "dtype", "pass", "contender", "ms", "±", "rate", *more, "relative error", "samples x calls"]
         rows = []
         for result in self.results:
             case = result.case
             start = [f"{case.kind} {case.label}", case.dtype_name, case.pass_name, result.contender]
+            if result.status == "unavailable":
+                continue
             if result.seconds is None:
                 rows.append([*start, result.status, *["-"] * (len(header) - 5)])
                 continue

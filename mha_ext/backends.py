@@ -135,7 +135,7 @@ def _of_query(check: Callable[[Tensor, bool], str | None]) -> Check:
 
 def _dtype(call: AttentionCall, by_name: bool) -> str | None:
     if call.query.dtype == torch.float64:
-        return "float64 has no fused kernel"
+        return "float64 has no kernel of this kind"
     return None
 
 
@@ -185,6 +185,14 @@ def _cpu(call: AttentionCall, by_name: bool) -> str | None:
     if not call.query.is_cpu:
         return f"query is on {call.query.device.type}, and these kernels take CPU tensors"
     return None if has_cpu_kernels() else f"this build has no kernels for the CPU ({_build()})"
+
+
+def _cpu_title() -> str:
+    """The backend's name with the instructions that it uses, where there are any."""
+    try:
+        return f"cpu ({cpu_target()})" if has_cpu_kernels() else "cpu"
+    except ValueError as error:  # MHA_EXT_CPU_TARGET names what this CPU does not run
+        return f"cpu ({error})"
 
 
 _CALL_KERNEL_CHECKS = tuple((name, _of_query(check)) for name, check in _KERNEL_CHECKS)
@@ -297,7 +305,7 @@ class Explanation(NamedTuple):
         for name, reason in self.reasons.items():
             mark = "->" if name == self.backend else "  "
             state = "takes this call" if name == self.backend else reason or "would take this call, but is not chosen"
-            title = f"{name} ({cpu_target()})" if name == "cpu" and has_cpu_kernels() else name
+            title = _cpu_title() if name == "cpu" else name
             lines.append(f"{mark} {title}: {state}")
         return "\n".join(lines)
 

@@ -43,7 +43,7 @@ def test_the_explanation_can_be_read(query: torch.Tensor) -> None:
 def test_the_fused_kernels_say_what_they_do_not_take() -> None:
     query, wide = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 257)
     for call, reason in (
-        (((query.double(),) * 3, {}), "dtype: float64 has no fused kernel"),
+        (((query.double(),) * 3, {}), "dtype: float64 has no kernel of this kind"),
         (((query,) * 3, {"return_weights": True}), "returned weights: return_weights asks for the weights"),
         (((wide, wide, query), {}), "head dimension: expected head dimensions from 1 to 256, got 257 (query)"),
         (((query, query, wide), {}), "head dimension: expected head dimensions from 1 to 256, got 257 (value)"),

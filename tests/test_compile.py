@@ -48,11 +48,11 @@ def test_a_scale_that_changes_makes_no_new_break(any_backend: BackendUnderTest) 
         torch.testing.assert_close(compiled(*arguments, scale=scale), mha_ext.attention(*arguments, scale=scale))
 
 
-def test_packed_sequences_are_one_graph(fused: str) -> None:
+def test_packed_sequences_are_one_graph(fused_anywhere: str) -> None:
     torch.compiler.reset()
-    cu_seqlens = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=fused)
-    arguments = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs(fused, length=9)]
-    arguments[0] = torch.randn(9, 4, 8, device=fused, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=fused_anywhere)
+    arguments = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs(fused_anywhere, length=9)]
+    arguments[0] = torch.randn(9, 4, 8, device=fused_anywhere, requires_grad=True)
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return mha_ext.attention_varlen(query, key, value, cu_seqlens, cu_seqlens, is_causal=True, q_offset="end")

@@ -370,7 +370,7 @@ def test_the_cpu_takes_what_it_can_and_says_why_not() -> None:
     wide = torch.randn(1, 1, 4, 257)
     wanting = query.clone().requires_grad_()
     for arguments, options, reason in (
-        ((query.double(),) * 3, {}, "dtype: float64 has no fused kernel"),
+        ((query.double(),) * 3, {}, "dtype: float64 has no kernel of this kind"),
         ((query,) * 3, {"return_weights": True}, "returned weights: return_weights asks for the weights"),
         ((wide,) * 3, {}, "head dimension: expected head dimensions from 1 to 256, got 257 (query)"),
         ((query.to("meta"),) * 3, {}, "device: query is on meta"),

@@ -17,6 +17,10 @@ from test_attention_fused_property import FEATURES, SETS_THE_MASK, calls, check,
 from torch import Tensor
 
 import mha_ext
+from mha_ext._extension import extension
+
+if extension is None:
+    pytest.skip("no extension, and so no kernels for the CPU", allow_module_level=True)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -139,6 +143,32 @@ def test_hidden_keys_change_nothing(target: str, rule: str, seqlen_q: int, dtype
     for grads in results:
         assert not any(grad.masked_select(hidden[..., None]).any() for grad in grads[1:3])
     assert all(identical(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 6, 40])
+@pytest.mark.parametrize("factor", [30.0, 1e4])
+def test_weights_of_large_scores_stay_weights(target: str, factor: float, seqlen_q: int) -> None:
+    """The backward computes them again: relative to a shift that must be of the same rounding."""
+    query, key, value = (torch.randn(1, 2, length, 16) for length in (seqlen_q, 40, 40))
+    inputs = {"query": query * factor, "key": key * factor, "value": value}
+    wanted = leaves(inputs)
+    grad_output = torch.randn(1, 2, seqlen_q, 16)
+    (grad_value,) = torch.autograd.grad(mha_ext.attention(**inputs), wanted["value"], grad_output)
+    assert_accurate(grad_value, oracle.gradients(**inputs, grad_output=grad_output)["value"], None, 1e-5, "value")
+
+
+def test_a_row_of_nan_leaves_hidden_keys_alone(target: str) -> None:
+    """NaN in the gradients where plain PyTorch has it, and nowhere else."""
+    inputs = make_inputs(Case("", Shape(1, 1, 1, 40, 40, 16, 16)), torch.float32)
+    inputs["attn_mask"] = torch.zeros(40, 40)
+    inputs["attn_mask"][2, 0] = math.nan
+    gradients = []
+    for backend in ("cpu", "reference"):
+        wanted = leaves({name: x.detach().clone() for name, x in inputs.items()})
+        output = mha_ext.attention(**wanted, is_causal=True, backend=backend)
+        gradients.append(torch.autograd.grad(output.sum(), list(wanted.values())))
+    for ours, expected in zip(*gradients, strict=True):
+        assert torch.equal(ours.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("case", COMBINED_CASES[:2], ids=lambda case: case.name)

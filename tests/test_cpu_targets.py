@@ -245,8 +245,8 @@ def test_gradients_follow_the_definition(kernels: Kernels, case: Case, dtype: to
     assert set(ours) == set(right)
     for name, gradient in ours.items():
         of_plain = plain.get(name)
-        floor = 4 * FLOOR[dtype] if of_plain is not None and of_plain.isfinite().all() else 16 * FLOOR[dtype]
-        assert_accurate(gradient, right[name], of_plain, floor, name)
+        floor = 2 * FLOOR[dtype] if name == "alibi_slopes" else FLOOR[dtype]  # delta comes from the rounded output
+        assert_accurate(gradient, right[name], None if of_plain is None else of_plain.nan_to_num(0.0), floor, name)
     again = kernels.gradients(inputs, grad_output, grad_lse, threads=1)
     assert all(identical(again[name], ours[name]) for name in ours)
 
@@ -261,7 +261,7 @@ def test_gradients_of_packed_sequences(kernels: Kernels, dtype: torch.dtype, hea
         right = oracle.gradients(**alone, grad_output=grad_output[:, :, queries])
         for name, rows in (("query", queries), ("key", keys), ("value", keys)):
             if rows.stop > rows.start:
-                assert_accurate(ours[name][:, :, rows], right[name], None, 16 * FLOOR[dtype], name)
+                assert_accurate(ours[name][:, :, rows], right[name], None, 2 * FLOOR[dtype], name)
 
 
 # --- the tools themselves --------------------------------------------------------------------------------

@@ -54,13 +54,17 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& params) {
     plan.bias_parts =
         parts(kWantedBiasParts, slices, std::min(plan.members, kMaxBiasPartFloats / std::max<int64_t>(bias, 1)));
   }
-  plan.runs = parts(kWantedItems, plan.chains(), std::min(forward.seqlen_kv / kRunKeys, kMaxRuns));
-  plan.runs = std::max(plan.runs, (forward.seqlen_kv + kMaxRunKeys - 1) / kMaxRunKeys);
-  plan.run_keys = round_up(std::max<int64_t>((forward.seqlen_kv + plan.runs - 1) / plan.runs, 1), kTileKeys);
-  plan.runs = std::max<int64_t>((forward.seqlen_kv + plan.run_keys - 1) / plan.run_keys, 1);
+  int64_t seqlen_kv = forward.cu_seqlens_k ? 0 : forward.seqlen_kv;  // of the longest sequence
+  for (int64_t b = 0; forward.cu_seqlens_k && b < forward.batch; ++b) {
+    seqlen_kv = std::max(seqlen_kv, sequence_rows(forward.cu_seqlens_k, b, forward.seqlen_kv).length);
+  }
+  plan.runs = parts(kWantedItems, plan.chains(), std::min(seqlen_kv / kRunKeys, kMaxRuns));
+  plan.runs = std::max(plan.runs, (seqlen_kv + kMaxRunKeys - 1) / kMaxRunKeys);
+  plan.run_keys = round_up(std::max<int64_t>((seqlen_kv + plan.runs - 1) / plan.runs, 1), kTileKeys);
+  plan.runs = std::max<int64_t>((seqlen_kv + plan.run_keys - 1) / plan.run_keys, 1);
   const auto in_place = [&](int width) { return forward.dtype == DType::kFloat32 && width % kAccumulatorAlign == 0; };
   if (!in_place(forward.head_dim) || !in_place(forward.head_dim_v)) {
-    const int64_t keys = std::min(plan.run_keys, round_up(forward.seqlen_kv, kTileKeys));
+    const int64_t keys = std::min(plan.run_keys, round_up(seqlen_kv, kTileKeys));
     plan.accumulator_floats =
         keys * (round_up(forward.head_dim, kAccumulatorAlign) + round_up(forward.head_dim_v, kAccumulatorAlign));
   }

@@ -17,6 +17,8 @@ constexpr int kTileRows = 64;
 constexpr int kTileKeys = 96;                 // a multiple of the 6 keys of a micro-kernel; scores, K and V fit L2
 constexpr int kScoreStride = kTileRows + 16;  // neighbouring keys in different cache sets
 constexpr int kSplitKeys = 256;               // fewer keys are not worth a split of their own
+constexpr int kWantedUnits = 32;              // keys are split where there are fewer tiles, whatever the threads
+constexpr int kPartialHead = 3;  // an unfinished row in memory: max, sum, weighted, then its output that far
 
 // The tiles of one key head of a sequence of seqlen_q queries.
 struct HeadTiles {

@@ -245,6 +245,7 @@ def start(names: Sequence[str]) -> dict[str, Future[Path]]:
         executables[name] = links.submit(finish, build, [*objects, pool.submit(build_main, build)])
     pool.shutdown(wait=False)
     links.shutdown(wait=False)
+    prune()
     return executables
 
 

@@ -5,10 +5,9 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <atomic>
-
 #include "api/checks.h"
 #include "api/cpu/attention_cpu.h"
+#include "api/cpu/threads.h"
 #include "api/score_rule.h"
 #include "cpu/attention.h"
 #include "cpu/backward_plan.h"
@@ -17,22 +16,6 @@ namespace mha_ext {
 namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
-
-constexpr double kFlopsOfTwoThreads = 0.25e6;  // below it, waking a thread takes longer than it saves
-
-// Calls run(index, slot) for every index, in order, each by the next of `threads` that is free. No two calls at the
-// same time have the same slot.
-template <typename Run>
-void share_out(int64_t count, int threads, const Run& run) {
-  if (threads == 1 || count == 1) {
-    for (int64_t index = 0; index < count; ++index) run(index, 0);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(threads, count), 1, [&](int64_t slot, int64_t) {
-    for (int64_t index = next++; index < count; index = next++) run(index, slot);
-  });
-}
 
 // One gradient of the packed projection, or three.
 struct InputGradients {
@@ -103,7 +86,7 @@ void run_backward(const AttentionBackwardParams& params, cpu::BackwardPlan& plan
   const int64_t rows = (forward.cu_seqlens_q ? 1 : forward.batch) * forward.num_heads_q * forward.seqlen_q;
   const double flops =
       5. * static_cast<double>(rows) * static_cast<double>(forward.seqlen_kv * (forward.head_dim + forward.head_dim_v));
-  const int threads = flops < kFlopsOfTwoThreads || at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int threads = threads_for(flops);
   const int64_t part_floats = plan.runs > 1 ? plan.runs * rows * forward.head_dim : 0;
   const int64_t own_floats = plan.accumulator_floats * std::min<int64_t>(threads, plan.items());
   at::Tensor workspace;

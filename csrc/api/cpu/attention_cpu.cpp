@@ -1,13 +1,12 @@
 #include "api/cpu/attention_cpu.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <limits>
 
 #include "api/checks.h"
+#include "api/cpu/threads.h"
 #include "api/score_rule.h"
 #include "cpu/attention.h"
 #include "cpu/work_plan.h"
@@ -17,16 +16,13 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-constexpr double kFlopsOfTwoThreads = 0.25e6;  // below it, waking a thread takes longer than it saves
-constexpr int kUnitsPerThread = 4;             // keys are split where there are fewer tiles than this
-
-// Splits of the keys of each tile, so that every thread has work; and the memory for what they leave.
-at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params, int threads) {
-  const int64_t wanted = int64_t{kUnitsPerThread} * threads;
-  if (threads == 1 || plan.tiles >= wanted || params.seqlen_kv < 2 * cpu::kSplitKeys) return {};
-  plan.splits = static_cast<int>(std::min((wanted + plan.tiles - 1) / plan.tiles, params.seqlen_kv / cpu::kSplitKeys));
-  constexpr int kPartialHead = 3;
-  plan.partial_stride = kPartialHead + params.head_dim_v;
+// Splits of the keys of each tile, so that every thread has work; and the memory for what they leave. They follow from
+// the sizes alone, so that the bits do not depend on the number of threads.
+at::Tensor plan_splits(cpu::WorkPlan& plan, const AttentionParams& params) {
+  if (plan.tiles >= cpu::kWantedUnits || params.seqlen_kv < 2 * cpu::kSplitKeys) return {};
+  plan.splits =
+      static_cast<int>(std::min((cpu::kWantedUnits + plan.tiles - 1) / plan.tiles, params.seqlen_kv / cpu::kSplitKeys));
+  plan.partial_stride = cpu::kPartialHead + params.head_dim_v;
   at::Tensor partial = at::detail::empty_cpu({plan.units() * plan.max_rows * plan.partial_stride}, at::kFloat);
   plan.partial = partial.mutable_data_ptr<float>();
   return partial;
@@ -39,25 +35,9 @@ at::Tensor pack_values(const cpu::Kernels& kernels, cpu::WorkPlan& plan, const A
   at::Tensor packed = at::detail::empty_cpu({size}, at::kFloat);
   auto* to = packed.mutable_data_ptr<float>();
   plan.packed_values = to;
-  const auto pack = [&](int64_t first, int64_t end) {
-    for (int64_t head = first; head < end; ++head) kernels.pack_values(params, to, head);
-  };
-  const int64_t heads = params.batch * params.num_heads_kv;
-  threads == 1 ? pack(0, heads) : at::parallel_for(0, heads, 1, pack);
+  share_out(params.batch * params.num_heads_kv, threads,
+            [&](int64_t head, int64_t) { kernels.pack_values(params, to, head); });
   return packed;
-}
-
-// Units in order, each to the next thread that is free.
-void run_units(const cpu::Kernels& kernels, const AttentionParams& params, const cpu::WorkPlan& plan, int threads) {
-  const int64_t units = plan.units();
-  if (threads == 1 || units == 1) {
-    for (int64_t unit = 0; unit < units; ++unit) kernels.run_unit(params, plan, unit);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(threads, units), 1, [&](int64_t, int64_t) {
-    for (int64_t unit = next++; unit < units; unit = next++) kernels.run_unit(params, plan, unit);
-  });
 }
 
 }  // namespace
@@ -138,23 +118,21 @@ AttentionParams attention_params(const at::Tensor& query, const at::Tensor& key,
   return params;
 }
 
-bool is_small(const AttentionParams& params) {
+double flops_of(const AttentionParams& params) {
   const int64_t rows = (params.cu_seqlens_q ? 1 : params.batch) * params.num_heads_q * params.seqlen_q;
-  const int64_t products = params.seqlen_kv * (params.head_dim + params.head_dim_v);
-  return 2. * static_cast<double>(rows) * static_cast<double>(products) < kFlopsOfTwoThreads;
+  return 2. * static_cast<double>(rows) * static_cast<double>(params.seqlen_kv * (params.head_dim + params.head_dim_v));
 }
 
 void compute_attention(const AttentionParams& params) {
   const cpu::Kernels& kernels = cpu::kernels();
   cpu::WorkPlan plan = cpu::plan_tiles(params);
   if (plan.tiles == 0) return;
-  const int threads = is_small(params) || at::in_parallel_region() ? 1 : at::get_num_threads();
-  const at::Tensor partial = plan_splits(plan, params, threads);
+  const int threads = threads_for(flops_of(params));
+  const at::Tensor partial = plan_splits(plan, params);
   const at::Tensor packed = pack_values(kernels, plan, params, threads);
-  run_units(kernels, params, plan, threads);
-  if (plan.splits > 1) {
-    for (int64_t tile = 0; tile < plan.tiles; ++tile) kernels.merge_splits(params, plan, tile);
-  }
+  share_out(plan.units(), threads, [&](int64_t unit, int64_t) { kernels.run_unit(params, plan, unit); });
+  if (plan.splits == 1) return;
+  share_out(plan.tiles, threads, [&](int64_t tile, int64_t) { kernels.merge_splits(params, plan, tile); });
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward_cpu(

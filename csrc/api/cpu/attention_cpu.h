@@ -34,8 +34,8 @@ at::Tensor empty_like_layout(const at::Tensor& model, int64_t cols);
 AttentionParams attention_params(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                  const at::Tensor& output, double scale);
 
-// Whether one thread computes it sooner than several.
-bool is_small(const AttentionParams& params);
+// Of the two products without a mask.
+double flops_of(const AttentionParams& params);
 
 void compute_attention(const AttentionParams& params);
 

@@ -21,6 +21,7 @@
 
 #include "api/checks.h"
 #include "api/cpu/attention_cpu.h"
+#include "api/cpu/threads.h"
 #include "api/score_rule.h"
 #include "attention/mask.h"
 #include "params.h"
@@ -48,7 +49,7 @@ AttentionParams direct_params(const DirectCall& call, const at::Tensor& output) 
 }
 
 void compute_from_python(const AttentionParams& params) {
-  if (is_small(params)) return compute_attention(params);
+  if (flops_of(params) < kFlopsOfTwoThreads) return compute_attention(params);
   const pybind11::gil_scoped_release others_may_run;
   compute_attention(params);
 }
@@ -235,10 +236,10 @@ PyObject* attention_direct(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   try {
     if (count == kArguments) output = attention(arguments);
   } catch (...) {  // the ordinary way meets it again, and says what it is
-    PyErr_Clear();
   }
-  if (!output) Py_RETURN_NONE;
-  return output;
+  if (output) return output;
+  PyErr_Clear();
+  Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {

@@ -1,11 +1,10 @@
 // Attention of one tile: for each block of keys the scores, their softmax, and the product with the values.
 #pragma once
 
-#include "cpu/kernel/products.h"
-//
 #include "cpu/kernel/attention_bf16.h"
 #include "cpu/kernel/few_rows.h"
 #include "cpu/kernel/finish.h"
+#include "cpu/kernel/products.h"
 #include "cpu/kernel/scores.h"
 #include "cpu/kernel/softmax.h"
 #include "cpu/kernel/tile.h"
@@ -196,7 +195,8 @@ TileState start_tile(const AttentionParams& params, const Tile& tile) {
 template <typename T>
 bool attend_keys(TileState& state, KeyRange keys, bool is_split) {
   if (keys.empty()) return false;
-  if (state.count <= kFewRows) {
+  // A backward computes its scores as below, and large ones only cancel against a shift of the same rounding.
+  if (state.count <= kFewRows && !state.params.row_stats) {
     attend_few_rows<T>(state, keys);
     return false;
   }

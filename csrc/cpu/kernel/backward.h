@@ -8,7 +8,6 @@
 #pragma once
 
 #include "cpu/kernel/backward_products.h"
-//
 #include "cpu/kernel/backward_scores.h"
 #include "cpu/kernel/backward_tile.h"
 
@@ -29,7 +28,7 @@ struct ConstFloatRows {
 
 // A run of keys of one head.
 struct KeyRun {
-  int64_t batch, key_start, seqlen_kv;  // of the sequence, and its first row in the tensors
+  int64_t batch, key_start;  // of the sequence: its first row in the tensors
   int head_kv;
   int first, end;                  // within the sequence
   FloatRows grad_key, grad_value;  // from the first
@@ -295,7 +294,7 @@ void differentiate_run(const AttentionBackwardParams& params, const BackwardPlan
   const SequenceRows keys = sequence_rows(forward.cu_seqlens_k, batch, forward.seqlen_kv);
   const int64_t first = run_index * plan.run_keys;
   if (run_index > 0 && first >= keys.length) return;
-  KeyRun run = {batch, keys.start, keys.length, static_cast<int>(head_kv), 0, 0, {}, {}};
+  KeyRun run = {batch, keys.start, static_cast<int>(head_kv), 0, 0, {}, {}};
   run.first = static_cast<int>(first);
   run.end = static_cast<int>(std::min(first + plan.run_keys, keys.length));
   const int64_t own_value = plan.run_keys * round_up(forward.head_dim, kAccumulatorAlign);
@@ -346,15 +345,6 @@ void add_parts(const AttentionBackwardParams& params, const BackwardPlan& plan, 
       for (int d = 0; d < head_dim; ++d) sum[d] += part[d];
     }
     write_row(sum, forward.scale, head_dim, grad_query_row<T>(params, state, r));
-  }
-}
-
-template <typename Use>
-void with_element_type(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::kFloat16: return use(Float16{});
-    case DType::kBFloat16: return use(BFloat16{});
-    default: return use(float{});
   }
 }
 

@@ -49,8 +49,10 @@ MHA_INLINE void for_seen(const TileState& state, const ScoreBlockState& block, f
 void differentiate_softmax(const TileState& state, const ScoreBlockState& block, BackwardScratch& memory) {
   float *scores = state.memory.scores, *grad_scores = memory.grad_scores;
   const auto weight_of = [&](int at, int v) {
-    const Vec exponential = exp_of_negative(load(scores + at) - load(memory.shift + v * kLanes));
-    return exponential * load(memory.inverse_sum + v * kLanes);
+    // At most 0 but for rounding, in a forward that summed up in another order. A hidden key stays 0 in a row of NaN.
+    const Vec below = max(Vec{}, load(memory.shift + v * kLanes) - load(scores + at));
+    const Vec exponential = exp_of_negative(-below);
+    return unless_zero(exponential, exponential * load(memory.inverse_sum + v * kLanes));
   };
   if (!state.params.dropout.rng_state) {
     for_seen(state, block, scores, grad_scores, [&](int at, int v) {
@@ -97,9 +99,13 @@ void add_bias_gradients(const TileState& state, const ScoreBlockState& block, Ba
   for (int r = 1; r < state.count; ++r) shared &= memory.bias_offset[r] == memory.bias_offset[0];
   if (shared) {
     for (int k = 0; k < block.keys; ++k) {
+      const float* of_key = memory.grad_scores + k * kScoreStride;
       Vec sum = {};
-      for (int v = 0; v < state.vectors; ++v) sum += load(memory.grad_scores + k * kScoreStride + v * kLanes);
-      bias[memory.bias_offset[0] + k] += sum_lanes(sum);
+      int r = 0;
+      for (; r + kLanes <= state.count; r += kLanes) sum += load(of_key + r);
+      float rest = 0;
+      for (; r < state.count; ++r) rest += of_key[r];
+      bias[memory.bias_offset[0] + k] += sum_lanes(sum) + rest;
     }
     return;
   }

@@ -13,6 +13,16 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Calls use(element) with one of the type.
+template <typename Use>
+void with_element_type(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::kFloat16: return use(Float16{});
+    case DType::kBFloat16: return use(BFloat16{});
+    default: return use(float{});
+  }
+}
+
 MHA_INLINE float float_from_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));

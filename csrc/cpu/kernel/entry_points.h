@@ -6,15 +6,6 @@
 namespace mha_ext::cpu::MHA_CPU_TARGET {
 namespace {
 
-template <typename Use>
-void with_element_type(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::kFloat16: return use(Float16{});
-    case DType::kBFloat16: return use(BFloat16{});
-    default: return use(float{});
-  }
-}
-
 void run_unit(const AttentionParams& params, const WorkPlan& plan, int64_t unit) {
   with_element_type(params.dtype, [&](auto element) { attend<decltype(element)>(params, plan, unit); });
 }

@@ -70,9 +70,6 @@ void write_outputs(const TileState& state) {
   }
 }
 
-// An unfinished row in memory: max, sum, weighted, then the output that far.
-constexpr int kPartialHead = 3;
-
 void store_partial(const TileState& state, const WorkPlan& plan, int64_t unit) {
   const Rows& rows = state.rows;
   for (int r = 0; r < state.count; ++r) {

@@ -73,13 +73,17 @@ MHA_INLINE bool shares_mask_row(const TileState& state) {
   return (strides.row == 0 || state.tile.queries == 1) && (strides.head == 0 || state.tile.heads == 1);
 }
 
-// What a mask adds to `count` scores of a row.
+// What a mask adds to `count` scores of a row. Without a branch: masks may be random.
 MHA_INLINE void read_mask(const uint8_t* from, int64_t col_stride, int count, float* to) {
+  constexpr uint32_t kHidden = 0xFF800000u;  // -inf
+  int k = 0;
   if (col_stride == 1) {
-    for (int k = 0; k < count; ++k) to[k] = from[k] ? 0.f : -kInfinity<float>;
-    return;
+    for (; k + kLanes <= count; k += kLanes) {
+      const IntVec hides = load_bytes(from + k) == IntVec{};
+      store(to + k, from_bits(reinterpret_cast<BitVec>(hides) & kHidden));
+    }
   }
-  for (int k = 0; k < count; ++k) to[k] = from[k * col_stride] ? 0.f : -kInfinity<float>;
+  for (; k < count; ++k) to[k] = float_from_bits((from[k * col_stride] ? 0u : ~0u) & kHidden);
 }
 template <typename T>
 MHA_INLINE void read_mask(const T* from, int64_t col_stride, int count, float* to) {
@@ -87,9 +91,33 @@ MHA_INLINE void read_mask(const T* from, int64_t col_stride, int count, float* t
   for (int k = 0; k < count; ++k) to[k] = to_float(from[k * col_stride]);
 }
 
+// What the mask adds to the scores of each row of a vector, -inf where a key is hidden: as it lies, or as a copy.
+template <typename T>
+MHA_INLINE void mask_rows_of_vector(const TileState& state, const ScoreBlockState& block, int v, Mask<T> mask,
+                                    const float** rows) {
+  for (int i = 0; i < kLanes; ++i) {
+    const int r = v * kLanes + i;
+    if (r >= state.count) {  // a lane that nobody reads
+      rows[i] = rows[0];
+      continue;
+    }
+    const T* from = mask.data + state.rows.mask_offset[r] + block.first * mask.col_stride;
+    if constexpr (std::is_same_v<T, float>) {
+      if (mask.col_stride == 1) {
+        rows[i] = from;
+        continue;
+      }
+    }
+    float* copy = state.memory.mask_rows + i * kTileKeys;
+    read_mask(from, mask.col_stride, block.keys, copy);
+    rows[i] = copy;
+  }
+}
+
 template <typename T>
 void mask_scores(const TileState& state, const ScoreBlockState& block, Mask<T> mask) {
   float* scores = state.memory.scores;
+  const Vec hidden = broadcast(-kInfinity<float>);
   if (shares_mask_row(state)) {
     const T* from = mask.data + state.rows.mask_offset[0] + block.first * mask.col_stride;
     for (int k = 0; k < block.keys; ++k) {
@@ -99,31 +127,26 @@ void mask_scores(const TileState& state, const ScoreBlockState& block, Mask<T> m
     }
     return;
   }
-  // Rows of the mask become columns in memory: as what is added, -inf where a key is hidden.
-  float* column = state.memory.mask;
-  for (int r = block.first_vector * kLanes; r < state.count && r < block.end_vector * kLanes; r += kTransposed) {
-    const float* from[kTransposed];
-    for (int i = 0; i < kTransposed; ++i) {
-      float* copy = state.memory.mask_rows + i * kMaxHeadDim;
-      from[i] = copy;
-      if (r + i >= state.count) continue;
-      const T* row = mask.data + state.rows.mask_offset[r + i] + block.first * mask.col_stride;
-      if constexpr (std::is_same_v<T, float>) {
-        if (mask.col_stride == 1) {
-          from[i] = row;
-          continue;
+  for (int v = block.first_vector; v < block.end_vector; ++v) {
+    const float* rows[kLanes];
+    mask_rows_of_vector(state, block, v, mask, rows);
+    const KeyRange keys = block.of_vector[v];
+    float* column = scores + v * kLanes;
+    for (int k = keys.begin; k < keys.end; k += kTransposed) {
+      const int count = std::min(keys.end - k, kTransposed);
+      alignas(64) float bias[kTransposed * kLanes];  // rows of the mask as columns
+      for (int r = 0; r < kLanes; r += kTransposed) {
+        if (count == kTransposed) {
+          transpose_square(rows + r, k, 1.f, bias + r, kLanes);
+        } else {
+          transpose_rest(rows + r, k, count, 1.f, bias + r, kLanes);
         }
       }
-      read_mask(row, mask.col_stride, block.keys, copy);
-    }
-    transpose_rows<kScoreStride>(from, block.keys, 1.f, column + r);
-  }
-  const Vec hidden = broadcast(-kInfinity<float>);
-  for (int v = block.first_vector; v < block.end_vector; ++v) {
-    for (int k = block.of_vector[v].begin; k < block.of_vector[v].end; ++k) {
-      const int at = k * kScoreStride + v * kLanes;
-      const Vec bias = load(column + at);
-      store(scores + at, bias == hidden ? hidden : load(scores + at) + bias);
+      for (int i = 0; i < count; ++i) {
+        float* at = column + (k + i) * kScoreStride;
+        const Vec each = load(bias + i * kLanes);
+        store(at, each == hidden ? hidden : load(at) + each);
+      }
     }
   }
 }
@@ -161,12 +184,11 @@ template <typename T>
 VisibleKeys visible_part(const TileState& state, int first, int end, Mask<T> mask) {
   float* bias = state.memory.mask_rows;
   read_mask(mask.data + state.rows.mask_offset[0] + first * mask.col_stride, mask.col_stride, end - first, bias);
-  const float* from = bias - first;
-  while (first < end && from[first] == -kInfinity<float>) ++first;
-  while (first < end && from[end - 1] == -kInfinity<float>) --end;
-  int others = 0;
-  for (int k = first; k < end; ++k) others += from[k] != 0;
-  return {first, end, others > 0};
+  int begin = 0, count = end - first, others = 0;
+  while (begin < count && bias[begin] == -kInfinity<float>) ++begin;
+  while (begin < count && bias[count - 1] == -kInfinity<float>) --count;
+  for (int k = begin; k < count; ++k) others += bias[k] != 0;
+  return {first + begin, first + count, others > 0};
 }
 
 // Calls use(Mask<T>) for the type of the mask.

@@ -46,6 +46,16 @@ MHA_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where either is
 #endif
 MHA_INLINE IntVec broadcast(int32_t x) { return x - IntVec{}; }
 
+MHA_INLINE IntVec load_bytes(const uint8_t* from) {
+#if MHA_CPU_VECTOR_BYTES == 64
+  return reinterpret_cast<IntVec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif MHA_CPU_VECTOR_BYTES == 32
+  return reinterpret_cast<IntVec>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return IntVec{from[0], from[1], from[2], from[3]};
+#endif
+}
+
 // Per lane: NaN where either is.
 MHA_INLINE Vec max_with_nan(Vec a, Vec b) { return a == a ? max(a, b) : a; }
 

@@ -1,8 +1,6 @@
 // A tile at work: what is known of its rows, and the memory that a thread computes in.
 #pragma once
 
-#include <memory>
-
 #include "cpu/kernel/elements.h"
 
 namespace mha_ext::cpu::MHA_CPU_TARGET {
@@ -45,8 +43,7 @@ struct alignas(64) Scratch {
   float key[kTileKeys * kMaxHeadDim];      // (keys, head_dim) in fp32 where it lies in 16 bits
   float value[kTileKeys * kMaxHeadDim];    // (keys, value_width) in fp32 where it cannot be read in place
   float query_rows[8 * kMaxHeadDim];       // on their way into `queries`
-  float mask[kTileKeys * kScoreStride];    // what a mask adds to the scores
-  float mask_rows[8 * kMaxHeadDim];        // on their way into `mask`
+  float mask_rows[kLanes * kTileKeys];     // of the mask, of the queries of one vector
   uint8_t seen[kTileKeys];                 // by some row, under a mask that all queries share
 };
 
@@ -187,14 +184,19 @@ MHA_INLINE void transpose_square(const float* const* from, int at, float scale, 
 }
 #endif
 
+// The same for fewer than kTransposed elements of each row.
+MHA_INLINE void transpose_rest(const float* const* from, int at, int count, float scale, float* to, int stride) {
+  for (int i = 0; i < count; ++i) {
+    for (int r = 0; r < kTransposed; ++r) to[i * stride + r] = from[r][at + i] * scale;
+  }
+}
+
 // kTransposed rows of a length into columns of `to`, times scale.
 template <int kStride>
 MHA_INLINE void transpose_rows(const float* const* from, int length, float scale, float* to) {
   int at = 0;
   for (; at + kTransposed <= length; at += kTransposed) transpose_square(from, at, scale, to + at * kStride, kStride);
-  for (; at < length; ++at) {
-    for (int r = 0; r < kTransposed; ++r) to[at * kStride + r] = from[r][at] * scale;
-  }
+  transpose_rest(from, at, length - at, scale, to + at * kStride, kStride);
 }
 
 template <typename T>
