@@ -262,4 +262,8 @@ def test_an_instruction_set_that_is_not_there_is_no_crash() -> None:
     why_not = "environment variable MHA_EXT_CPU_TARGET: expected one of"
     assert f"  cpu          not available: {why_not}" in failed.stdout
     assert "\nCPU target     none\n" in failed.stdout
-    assert f"ValueError: {why_not}" in failed.stderr
+    assert f"cpu ({why_not}" in failed.stdout  # explained, and refused by the call itself
+    called = python(
+        "import torch, mha_ext; q = torch.randn(1, 2, 4, 8); mha_ext.attention(q, q, q)", MHA_EXT_CPU_TARGET="mmx"
+    )
+    assert f"ValueError: {why_not}" in called.stderr

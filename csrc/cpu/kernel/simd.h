@@ -48,7 +48,8 @@ MHA_INLINE IntVec broadcast(int32_t x) { return x - IntVec{}; }
 
 MHA_INLINE IntVec load_bytes(const uint8_t* from) {
 #if MHA_CPU_VECTOR_BYTES == 64
-  return reinterpret_cast<IntVec>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  const __m256i halves = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return reinterpret_cast<IntVec>(_mm512_cvtepu16_epi32(halves));
 #elif MHA_CPU_VECTOR_BYTES == 32
   return reinterpret_cast<IntVec>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
