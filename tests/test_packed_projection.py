@@ -113,7 +113,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(fused_anywhere: st
     inputs = query.numel() * query.element_size()
     blocks = allocations(call)
     parts = 8 if mha_ext.backends.requested() == "cpu" else 1  # where there are fewer heads than threads could share
-    assert max(blocks) <= 2.01 * parts * inputs  # the gradient of query adds up in fp32
+    assert max(blocks) <= 2.1 * parts * inputs  # the gradient of query adds up in fp32
     assert sum(blocks) <= (10 + 2 * parts) * inputs
     with torch.no_grad():
         held = allocations(lambda: mha_ext.attention(query, key, value, **window, **options, backend="reference"))

@@ -61,18 +61,39 @@ struct Floats {
 template <typename Unit, int kKeys, int kVecs>
 __attribute__((noinline)) void score_block(const typename Unit::Element* key, int64_t key_stride, const float* queries,
                                            int head_dim, float factor, float* scores, float* largest) {
+  constexpr int kSummed = 128;  // elements that one sum takes: of longer ones the rounding grows
   Vec sum[kKeys][kVecs] = {};
-  for (int d = 0; d < head_dim; d += Unit::kStep) {
-    Vec query[kVecs];
+  for (int begin = 0; begin < head_dim; begin += kSummed) {
+    if (begin > 0) {
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVecs; ++v) query[v] = load(queries + v * kLanes);
+        for (int v = 0; v < kVecs; ++v) {
+          store(scores + k * kScoreStride + v * kLanes, sum[k][v]);
+          sum[k][v] = Vec{};
+        }
+      }
+    }
+    const int end = head_dim - begin < kSummed ? head_dim : begin + kSummed;
+    for (int d = begin; d < end; d += Unit::kStep) {
+      Vec query[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) query[v] = load(queries + v * kLanes);
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) {
+        const Vec each = Unit::broadcast_key(key + k * key_stride + d);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sum[k][v] = Unit::add(each, query[v], sum[k][v]);
+      }
+      queries += kTileRows;
+    }
+  }
+  if (head_dim > kSummed) {  // at most two
 #pragma GCC unroll 16
     for (int k = 0; k < kKeys; ++k) {
-      const Vec each = Unit::broadcast_key(key + k * key_stride + d);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) sum[k][v] = Unit::add(each, query[v], sum[k][v]);
+      for (int v = 0; v < kVecs; ++v) sum[k][v] += load(scores + k * kScoreStride + v * kLanes);
     }
-    queries += kTileRows;
   }
   if constexpr (Unit::kStep > 1) {
 #pragma GCC unroll 16
