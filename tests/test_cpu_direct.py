@@ -410,7 +410,7 @@ def test_transforms_go_the_ordinary_way(ways: Ways) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 def test_a_graph_that_is_traced_holds_the_operator(ways: Ways) -> None:
     class Model(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
