@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -158,8 +159,14 @@ def test_an_unknown_name_is_refused(name: object) -> None:
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own, outside the source tree, which would hide an installed package."""
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=tempfile.gettempdir(),
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -385,7 +386,7 @@ def test_the_cpu_takes_what_it_can_and_says_why_not() -> None:
         torch.func.vmap(lambda x: mha_ext.attention(x, x, x))(query[None])
 
 
-def test_an_unknown_target_is_refused() -> None:
+def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=f"use_cpu_target: expected one of {', '.join(extension.cpu_targets())}, .* got 'sse9'"
     ):
@@ -397,8 +398,8 @@ def test_an_unknown_target_is_refused() -> None:
 
     def python(target: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "MHA_EXT_CPU_TARGET": target}
-        return subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        return subprocess.run(  # outside the source tree, which would hide an installed package
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
 
     assert python("portable").stdout.strip() == "portable"
