@@ -7,8 +7,8 @@ fails with its reason.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "Explanation",
+    "Explanations",
     "available",
     "choose",
     "explain",
@@ -258,9 +259,9 @@ def use_backend(name: str) -> Iterator[None]:
         _requests[:] = [other for other in _requests if other is not request]
 
 
-def asked_for(argument: str | None) -> bool:
-    """Whether a backend is asked for at all."""
-    return argument is not None or bool(_requests) or _environment is not None
+def undecided(argument: str | None) -> bool:
+    """Whether nobody asks for a backend, nor how one is chosen: then a call may go the short way."""
+    return argument is None and not _requests and not _records and _environment is None
 
 
 def requested(argument: str | None = None) -> str | None:
@@ -273,6 +274,8 @@ def requested(argument: str | None = None) -> str | None:
 def choose(call: AttentionCall, backend: str | None = None) -> str:
     """The name of the backend that takes this call; ValueError where the requested one refuses."""
     name = requested(backend)
+    if _records and not torch.compiler.is_compiling():
+        record(_explanation(call, name))
     if name is not None:
         refusal = _BY_NAME[name].refusal(call, True)
         if refusal is not None:
@@ -295,7 +298,10 @@ def parts_use_kernels(x: Tensor) -> bool:
 
 
 class Explanation(NamedTuple):
-    """Which backend a call takes (None: the requested one refuses), and why each other one does not."""
+    """Which backend a call takes (None: the requested one refuses), and why each other one does not.
+
+    A call of torch's own function that stays there (`mha_ext.integrations.sdpa`) takes the backend "torch".
+    """
 
     backend: str | None
     reasons: dict[str, str | None]  # None: would take it
@@ -310,10 +316,61 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
-    """Say which backend `mha_ext.attention` with these arguments takes, and why each other one refused.
+class Explanations(list[Explanation]):
+    """One for each call that a run made, in order; equal ones are printed once."""
 
-    With `cu_seqlens_q=` and `cu_seqlens_k=`, `mha_ext.attention_varlen`.
+    def __str__(self) -> str:
+        if not self:
+            return "no call of mha_ext was made (a compiled model decides while it is traced: explain the model itself)"
+        texts = [str(explanation) for explanation in self]
+        parts = []
+        for text in dict.fromkeys(texts):
+            count = texts.count(text)
+            parts.append(f"{count} {'call' if count == 1 else 'calls'}\n{text}")
+        return "\n".join(parts)
+
+
+_records: list[Explanations] = []  # of the runs that are being explained
+
+
+def record(explanation: Explanation) -> None:
+    """Add to the runs that are being explained."""
+    for calls in _records:
+        calls.append(explanation)
+
+
+def being_explained() -> bool:
+    """Whether somebody wants to know of every call."""
+    return bool(_records)
+
+
+def _explanation(call: AttentionCall, name: str | None) -> Explanation:
+    reasons = {candidate.name: candidate.refusal(call, candidate.name == name) for candidate in BACKENDS}
+    chosen = name or next(key for key, reason in reasons.items() if reason is None)
+    return Explanation(chosen if reasons[chosen] is None else None, reasons)
+
+
+@overload
+def explain(
+    run: Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any
+) -> Explanations: ...  # fmt: skip
+@overload
+def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation: ...
+
+
+def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation | Explanations:
+    """Say which backend a call takes, and why each other one refused.
+
+    Of tensors: of `mha_ext.attention` with these arguments, or with `cu_seqlens_q=` and `cu_seqlens_k=` of
+    `mha_ext.attention_varlen`; nothing is computed.
+
+    Of a module or a function, followed by its arguments: it is run once, as it is, and every attention call is
+    explained that it makes through this package, be it by `mha_ext.MultiHeadAttention`, `mha_ext.compat`, the
+    integrations or torch's function while "MHA_EXT" is active.
+
+    Returns
+    -------
+    Explanation, or of a run the list of them, Explanations. Both are made to be printed.
 
     Examples
     --------
@@ -321,12 +378,21 @@ def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanatio
     >>> q = torch.randn(1, 2, 4, 8)
     >>> mha_ext.backends.explain(q, q, q, is_causal=True, return_weights=True).backend
     'reference'
+    >>> mha = mha_ext.MultiHeadAttention(16, 2)
+    >>> [call.backend for call in mha_ext.backends.explain(mha, torch.randn(1, 4, 16), need_weights=True)]
+    ['reference']
     """
+    if args and not isinstance(args[0], Tensor) and callable(args[0]):
+        calls = Explanations()
+        _records.append(calls)
+        try:
+            with use_backend(backend) if backend is not None else nullcontext():
+                args[0](*args[1:], **kwargs)
+        finally:
+            _records[:] = [other for other in _records if other is not calls]
+        return calls
     call = (make_varlen_call if "cu_seqlens_q" in kwargs else make_call)(*args, **kwargs)
-    name = requested(backend)
-    reasons = {candidate.name: candidate.refusal(call, candidate.name == name) for candidate in BACKENDS}
-    chosen = name or next(key for key, reason in reasons.items() if reason is None)
-    return Explanation(chosen if reasons[chosen] is None else None, reasons)
+    return _explanation(call, requested(backend))
 
 
 def available() -> dict[str, str | None]:

@@ -143,7 +143,7 @@ def attention(
     Source: Vaswani et al., Attention is all you need, 2017.
     """
     # Without an operator, whose dispatch takes longer than a small call's arithmetic: csrc/api/cpu/direct.cpp.
-    if _direct is not None and not torch.compiler.is_compiling() and not backends.asked_for(backend):
+    if _direct is not None and not torch.compiler.is_compiling() and backends.undecided(backend):
         output: Tensor | None = _direct(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, q_offset, key_lengths,
             alibi_slopes, softcap, sinks, return_lse, return_weights, return_stats, deterministic,

@@ -1,6 +1,7 @@
 """Multi-head attention as a module: projections around `mha_ext.attention`."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import functional
 from .autocast import autocasts
 from .checks import FLOATING, check_alike, check_bool, check_int, check_real, check_shape, check_tensor
+from .pruning import prune_heads
 from .state_dicts import adopt_known_layout, torch_state_dict
 
 __all__ = ["MultiHeadAttention"]
@@ -201,6 +203,7 @@ class MultiHeadAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        head_gates: Tensor | None = None,
         need_weights: bool = False,
         average_attn_weights: bool = True,
         backend: str | None = None,
@@ -223,6 +226,9 @@ class MultiHeadAttention(nn.Module):
             (B,) int: the keys j < length take part. Without a batch a single one, () or (1,).
         is_causal, window, q_offset, scale, alibi_slopes, softcap, sinks, backend
             As in `mha_ext.attention`. `is_causal` and `attn_mask` together both apply.
+        head_gates : Tensor, optional
+            (Hq,) or (B, Hq): factors of the heads' outputs, before the output projection; 0 switches a head off. May
+            need a gradient, which tells how much a head contributes (Michel et al., 2019). (Hq,) without a batch.
         need_weights : bool, default False
             Return the weights too.
         average_attn_weights : bool, default True
@@ -250,8 +256,13 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(query, key, value)
         check_bool("need_weights", need_weights)
         check_bool("average_attn_weights", average_attn_weights)
-
         batched = query.dim() == 3
+        if head_gates is not None:
+            check_tensor("head_gates", head_gates, dims=(1, 2) if batched else (1,))
+            leading = query.shape[: head_gates.dim() - 1]
+            check_shape("head_gates", head_gates, (*leading, self.num_heads), "(B, Hq)" if leading else "(Hq,)")
+            check_alike("head_gates", head_gates, "query", query, dtype=False)
+
         arguments: dict[str, Any] = {
             "attn_mask": self._mask(query, key, attn_mask, key_mask),
             "dropout_p": self.dropout if self.training else 0.0,
@@ -282,11 +293,33 @@ class MultiHeadAttention(nn.Module):
                 **arguments,
             )
         if isinstance(result, Tensor):
-            return self._merge_heads(result, query)
+            return self._merge_heads(result, query, head_gates)
         weights = result.weights
         assert weights is not None
         weights = weights.mean(1) if average_attn_weights else weights
-        return self._merge_heads(result.output, query), weights if query.dim() == 3 else weights[0]
+        return self._merge_heads(result.output, query, head_gates), weights if query.dim() == 3 else weights[0]
+
+    def prune_heads(self, heads: Iterable[int]) -> None:
+        """Remove query heads for good, with their rows and columns of the projections.
+
+        The module becomes one of fewer heads, and computes what it computed before with `head_gates` of 0 for the
+        removed ones. A key head goes with the last query head that reads it. The projections get new, smaller
+        parameters: make the optimizer afterwards. A saved state dict fits a fresh module after the same call.
+
+        Parameters
+        ----------
+        heads : iterable of int
+            As they are numbered now, from 0.
+
+        Raises
+        ------
+        ValueError
+            No head would be left; the key heads that are left would have different numbers of query heads; or a
+            projection is wrapped, parametrised or replaced. Nothing is changed then.
+
+        Source: Michel et al., Are sixteen heads really better than one?, 2019.
+        """
+        prune_heads(self, heads)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Shapes, dtypes and devices of what the projections read."""
@@ -332,8 +365,10 @@ class MultiHeadAttention(nn.Module):
         x = x if x.dim() == 3 else x[None]
         return x.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
 
-    def _merge_heads(self, heads: Tensor, query: Tensor) -> Tensor:
+    def _merge_heads(self, heads: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
         """(B or 1, Hq, Lq, D) -> the output projection, of query's shape."""
+        if gates is not None:
+            heads = heads * gates.to(heads.dtype)[..., None, None]
         merged = heads.transpose(1, 2).flatten(2)
         output: Tensor = self.out_proj(merged if query.dim() == 3 else merged[0])
         return output

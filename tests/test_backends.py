@@ -274,3 +274,42 @@ def test_an_instruction_set_that_is_not_there_is_no_crash() -> None:
         "import torch, mha_ext; q = torch.randn(1, 2, 4, 8); mha_ext.attention(q, q, q)", MHA_EXT_CPU_TARGET="mmx"
     )
     assert f"ValueError: {why_not}" in called.stderr
+
+
+def test_every_call_of_a_run_is_explained(query: torch.Tensor) -> None:
+    layers = torch.nn.ModuleList(mha_ext.MultiHeadAttention(8, 2) for _ in range(3))
+
+    def run(x: torch.Tensor, last_needs_weights: bool) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return layers[0](x, need_weights=last_needs_weights)[0]
+
+    x = torch.randn(2, 4, 8)
+    calls = backends.explain(run, x, last_needs_weights=True)
+    first = "cpu" if backends.has_cpu_kernels() else "reference"
+    assert [call.backend for call in calls] == [first] * 3 + ["reference"]
+    text = str(calls)
+    assert text.startswith("3 calls\n   fused: ")
+    assert "1 call\n   fused: " in text
+    assert text.count("-> ") == 2
+    assert [call.backend for call in backends.explain(run, x, False, backend="reference")] == ["reference"] * 4
+    run(x, True)
+    assert len(calls) == 4, "the run is over"
+
+
+def test_runs_within_runs_and_runs_that_fail_are_explained(query: torch.Tensor) -> None:
+    inner: list[backends.Explanations] = []
+
+    def attend() -> None:
+        mha_ext.attention(query, query, query)
+
+    def outer() -> None:
+        attend()
+        inner.append(backends.explain(attend))
+
+    assert len(backends.explain(outer)) == 2
+    assert len(inner[0]) == 1
+    with pytest.raises(ValueError, match="'unfused' does not take"):
+        backends.explain(lambda: mha_ext.attention(*[query.to("meta")] * 3, backend="unfused"))
+    assert backends.undecided(None)
+    assert "no call of mha_ext" in str(backends.explain(torch.nn.Linear(4, 4), query))
