@@ -23,6 +23,8 @@ __all__ = [
     "qkv_split",
 ]
 
+PACKED_GRADIENT = 2**14  # elements
+
 _direct = None if extension is None else extension.attention_direct
 
 
@@ -229,10 +231,14 @@ def packed_attention(
     """`attention` of the parts of a packed projection (B, L, (Hq + 2 Hkv) D), with its other arguments.
 
     The columns are those of `qkv_split`. The fused kernels read the parts where they lie, and write their gradients
-    into one.
+    into one, unless that would take longer than to copy them there.
     """
     (packed,) = autocast_inputs(packed)
-    call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
+    query, key, value = fused.unpacked(packed, num_heads, num_kv_heads)
+    small = packed.is_cpu and packed.numel() <= PACKED_GRADIENT and backends.undecided(backend)
+    if small or not torch.is_grad_enabled():
+        return attention(query, key, value, backend=backend, **arguments)
+    call = make_call(query, key, value, **arguments)
     name = backends.choose(call, backend)
     if name in ("fused", "cpu"):
         settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)

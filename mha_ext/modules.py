@@ -323,20 +323,26 @@ class MultiHeadAttention(nn.Module):
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Shapes, dtypes and devices of what the projections read."""
-        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
-        for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
-            check_tensor(name, x, dims=(2, 3))
-            if x.shape[-1] != width:
-                raise ValueError(f"{name}: expected {width} features (last dimension), got shape {tuple(x.shape)}")
-        for name, x in (("key", key), ("value", value)):
+        mixed = isinstance(query, Tensor) and autocasts(query)
+        self._check_width("query", query, self.embed_dim)
+        projection = self.qkv_proj if self.packed else self.q_proj
+        if not mixed and _is_bare_linear(projection) and projection.weight.dtype != query.dtype:
+            raise ValueError(f"query: expected dtype {projection.weight.dtype} as the parameters, got {query.dtype}")
+        if self.packed and query is key and key is value:
+            return
+        for name, x, width in (("key", key, self.kdim), ("value", value, self.vdim)):
+            self._check_width(name, x, width)
             if x.dim() != query.dim() or x.shape[:-2] != query.shape[:-2]:
                 raise ValueError(f"{name}: expected the batch of query {tuple(query.shape)}, got {tuple(x.shape)}")
-            check_alike(name, x, "query", query, dtype=not autocasts(query))
+            check_alike(name, x, "query", query, dtype=not mixed)
         if key.shape[-2] != value.shape[-2]:
             raise ValueError(f"value: expected the length of key {tuple(key.shape)}, got {tuple(value.shape)}")
-        projection = self.qkv_proj if self.packed else self.q_proj
-        if _is_bare_linear(projection) and not autocasts(query) and projection.weight.dtype != query.dtype:
-            raise ValueError(f"query: expected dtype {projection.weight.dtype} as the parameters, got {query.dtype}")
+
+    @staticmethod
+    def _check_width(name: str, x: Tensor, width: int) -> None:
+        check_tensor(name, x, dims=(2, 3))
+        if x.shape[-1] != width:
+            raise ValueError(f"{name}: expected {width} features (last dimension), got shape {tuple(x.shape)}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """(..., L, features) each, as views of as few products as possible."""
