@@ -165,6 +165,7 @@ BASE = ("bert-base", "gpt2")  # the same heads, full and causal
 COMPARED_MASKS = ("padding", "lengths", "window", "bias", "bool")
 DECODE = Sweep("decode", ("llama-7b", "llama-3-8b"), ((1, 4096),), (FP32, BF16), FORWARD, ("full",))
 CALL = Sweep("call", ("tiny",), ((1, 4),), (FP32,), FORWARD)
+SHORT_MODULE = Sweep("module", ("tiny",), ((1, 4),), (FP32,))
 PARTS = Sweep("parts", ("gpt2",), ((1, 512),), (FP32,))
 CPU = Plan(
     (
@@ -178,6 +179,7 @@ CPU = Plan(
         Sweep("masks", ("bert-base",), ((2, 512), (1, 2048)), (FP32, BF16), FORWARD, COMPARED_MASKS),
         DECODE,
         Sweep("module", BASE, ((2, 128), (2, 512)), (FP32,)),
+        SHORT_MODULE,
         CALL,
         PARTS,
     ),
@@ -198,6 +200,7 @@ PLANS = {
             Sweep("masks", ("bert-base",), ((2, 512),), (FP32,), FORWARD, COMPARED_MASKS),
             DECODE,
             Sweep("module", BASE, ((2, 128),), (FP32,)),
+            SHORT_MODULE,
             CALL,
             PARTS,
         ),

@@ -235,12 +235,11 @@ def packed_attention(
     The columns are those of `qkv_split`. The fused kernels read the parts where they lie, and write their gradients
     into one, unless that would take longer than to copy them there.
     """
-    (packed,) = autocast_inputs(packed)
-    query, key, value = fused.unpacked(packed, num_heads, num_kv_heads)
     small = packed.is_cpu and packed.numel() <= PACKED_GRADIENT and backends.undecided(backend)
     if small or not torch.is_grad_enabled():
-        return attention(query, key, value, backend=backend, **arguments)
-    call = make_call(query, key, value, **arguments)
+        return attention(*fused.unpacked(packed, num_heads, num_kv_heads), backend=backend, **arguments)
+    (packed,) = autocast_inputs(packed)
+    call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
     name = backends.choose(call, backend)
     if name in ("fused", "cpu"):
         settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
