@@ -8,6 +8,7 @@ mean; `backends.explain` says which implementation a call takes, and `show_confi
 from . import (
     backends,
     derivatives,  # noqa: F401  registers them
+    flops,  # noqa: F401
     reference,
 )
 from .config import show_config
