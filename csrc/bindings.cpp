@@ -29,19 +29,20 @@ PYBIND11_MODULE(_C, m) {
   mha_ext::bind_attention_direct(m.ptr());
 }
 
-// What follows the names of the operators of fused attention.
+// What follows the names of the operators of fused attention. Positions may be symbols of a graph that is compiled for
+// every length: `Lk - Lq` is one.
 const char* const kAttentionForward =
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets,"
-    " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int q_offset,"
-    " int window_left, int window_right, float softcap, float dropout_p, float scale, bool allow_tf32,"
-    " bool for_backward, bool return_stats)"
+    " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+    " SymInt q_offset, SymInt window_left, SymInt window_right, float softcap, float dropout_p, float scale,"
+    " bool allow_tf32, bool for_backward, bool return_stats)"
     " -> (Tensor output, Tensor lse, Tensor row_stats, Tensor max_score, Tensor entropy)";
 const char* const kAttentionBackward =
     "(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
     " Tensor row_stats, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets, Tensor? alibi_slopes, Tensor? sinks,"
-    " Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int q_offset, int window_left, int window_right,"
-    " float softcap, float dropout_p, float scale, bool allow_tf32, bool packed, bool mask_grad, bool slopes_grad,"
-    " bool sinks_grad)"
+    " Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+    " SymInt q_offset, SymInt window_left, SymInt window_right, float softcap, float dropout_p, float scale,"
+    " bool allow_tf32, bool packed, bool mask_grad, bool slopes_grad, bool sinks_grad)"
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_slopes,"
     " Tensor grad_sinks)";
 
@@ -57,13 +58,13 @@ TORCH_LIBRARY(mha_ext, m) {
       " ScalarType out_dtype, bool allow_tf32, Tensor? k_lengths) -> Tensor");
   m.def(
       "masked_softmax(Tensor scores, Tensor? attn_mask, Tensor? key_lengths, Tensor? q_offsets,"
-      " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, int q_offset, int window_left,"
-      " int window_right, float softcap, float dropout_p, ScalarType out_dtype, bool return_stats)"
+      " Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, SymInt q_offset, SymInt window_left,"
+      " SymInt window_right, float softcap, float dropout_p, ScalarType out_dtype, bool return_stats)"
       " -> (Tensor weights, Tensor dropped, Tensor lse, Tensor max_score, Tensor entropy)");
   m.def(
       "masked_softmax_backward(Tensor? grad_weights, Tensor? grad_dropped, Tensor? grad_lse,"
       " Tensor weights, Tensor? scores, Tensor lse, Tensor? q_offsets, Tensor? sinks, Tensor? rng_state,"
-      " int q_offset, float softcap, float dropout_p, ScalarType grad_dtype, bool bias_grad,"
+      " SymInt q_offset, float softcap, float dropout_p, ScalarType grad_dtype, bool bias_grad,"
       " bool sink_grad, bool slope_grad)"
       " -> (Tensor grad_scores, Tensor grad_bias, Tensor grad_sink_rows, Tensor grad_slope_rows)");
   // Of tensors that a CUDA kernel reads, and of those in the CPU's memory.

@@ -5,7 +5,12 @@
 mean; `backends.explain` says which implementation a call takes, and `show_config` what this installation has.
 """
 
-from . import backends, reference
+from . import (
+    backends,
+    derivatives,  # noqa: F401  registers them
+    flops,  # noqa: F401
+    reference,
+)
 from .config import show_config
 from .functional import (
     attention,

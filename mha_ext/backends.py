@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _extension
 from .call import AttentionCall, make_call, make_varlen_call
 from .fused import MAX_HEAD_DIM, wants_grad
+from .transforms import active_transform
 
 __all__ = [
     "BACKENDS",
@@ -110,11 +110,7 @@ def runs_on(architecture: str, major: int, minor: int) -> bool:
 
 
 def _transforms(x: Tensor, by_name: bool) -> str | None:
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms differentiate plain PyTorch"
-    if forward_ad._current_level >= 0:
-        return "forward-mode derivatives go through plain PyTorch"
-    return None
+    return active_transform()
 
 
 def _build() -> str:

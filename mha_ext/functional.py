@@ -321,6 +321,8 @@ def qkv_split(
     check_tensor("packed", packed, dims=(3,))
     if isinstance(bias, Tensor):
         packed, bias = autocast_inputs(packed, bias)
+    else:
+        (packed,) = autocast_inputs(packed)
     heads = check_int("num_heads", num_heads, low=1)
     heads_kv = heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads, low=1)
     if heads % heads_kv:

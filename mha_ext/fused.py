@@ -1,7 +1,7 @@
 """Attention by the fused kernels of the GPU or the CPU: no matrix of Lq x Lk is ever in memory, forward or backward.
 
 Saved for backward are the inputs, the output and three numbers a row. Where the backward itself is differentiated
-(`create_graph=True`), `reference` takes over.
+(`create_graph=True`, or a transform), `reference` takes over.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,10 @@ from .autocast import without_autocast
 from .call import Sequences, by_heads, from_heads
 from .ops import (
     allow_tf32,
-    differentiable_gradients,
+    call,
     graph_leaf,
     kept_rule,
+    plain_gradients,
     restored_rule,
     rule_numbers,
     rule_tensors,
@@ -25,6 +26,7 @@ from .ops import (
 )
 from .reference import AttentionResult
 from .score_rule import ScoreRule
+from .transforms import backward_in_plain_pytorch
 
 __all__ = ["attention", "attention_packed", "unpacked", "wants_grad"]
 
@@ -84,8 +86,8 @@ def _forward(
     for_backward: bool,
 ) -> tuple[Tensor, ...]:
     """output, lse, row_stats (empty unless for_backward), max_score and entropy (empty unless asked for)."""
-    forward = torch.ops.mha_ext.attention_forward_cpu if settings.on_cpu else torch.ops.mha_ext.attention_forward
-    return forward(
+    return call(
+        torch.ops.mha_ext.attention_forward_cpu if settings.on_cpu else torch.ops.mha_ext.attention_forward,
         unit_stride(query),
         unit_stride(key),
         unit_stride(value),
@@ -103,8 +105,8 @@ def _backward(
     needs_mask, needs_slopes, needs_sinks = needs
     grad_output = torch.zeros_like(saved.output) if grad_output is None else unit_stride(grad_output)
     operators = torch.ops.mha_ext
-    backward = operators.attention_backward_cpu if saved.settings.on_cpu else operators.attention_backward
-    query, key, value, grad_mask, grad_slopes, grad_sinks = backward(
+    query, key, value, grad_mask, grad_slopes, grad_sinks = call(
+        operators.attention_backward_cpu if saved.settings.on_cpu else operators.attention_backward,
         grad_output,
         None if grad_lse is None else grad_lse.contiguous(),
         unit_stride(saved.query),
@@ -127,7 +129,7 @@ def _backward(
 
 
 def _plain_outputs(saved: Saved) -> tuple[Tensor, Tensor]:
-    """Output and lse in plain PyTorch, to be differentiated twice."""
+    """Output and lse in plain PyTorch."""
     arguments: dict[str, Any] = saved.rule._asdict()
     arguments.update(dropout_p=saved.settings.dropout_p, scale=saved.settings.scale, rng_state=saved.rng_state)
     arguments["return_entropy"] = False
@@ -147,10 +149,10 @@ def _plain_outputs(saved: Saved) -> tuple[Tensor, Tensor]:
 def _differentiable(
     saved: Saved, inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """What `_backward` returns, as a graph of its own."""
+    """What `_backward` returns, by plain PyTorch."""
     rule = saved.rule
     wanted = (*inputs, rule.attn_mask, rule.alibi_slopes, rule.sinks)
-    return differentiable_gradients(_plain_outputs(saved), grads[:2], wanted, needs)
+    return plain_gradients(lambda: _plain_outputs(saved), grads[:2], wanted, needs)
 
 
 def differentiable_direct(
@@ -180,17 +182,12 @@ class _FusedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         rule = _with_tensors(rule, attn_mask, alibi_slopes, sinks)
         outputs = _forward(query, key, value, rule, rng_state, sequences, settings, True)
-        _keep(ctx, (query, key, value), rule, rng_state, sequences, settings, outputs)
+        keep(ctx, (query, key, value), rule, rng_state, sequences, settings, outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs, saved = _restored(ctx, 3, lambda tensors: (tensors[0], tensors[1], tensors[2]))
-        if torch.is_grad_enabled():  # to be differentiated again
-            gradients = _differentiable(saved, inputs, grads, ctx.needs_input_grad)
-        else:
-            gradients = _backward(saved, grads[0], grads[1], False, ctx.needs_input_grad[3:6])
-        return *gradients, None, None, None, None
+        return *gradients(ctx, 3, first_three, False, ctx.needs_input_grad, grads), None, None, None, None
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -204,17 +201,39 @@ class _PackedAttention(torch.autograd.Function):
         rule = _with_tensors(rule, attn_mask, alibi_slopes, sinks)
         outputs = _forward(*unpacked(packed, heads, heads_kv), rule, rng_state, None, settings, True)
         ctx.heads, ctx.heads_kv = heads, heads_kv
-        _keep(ctx, (packed,), rule, rng_state, None, settings, outputs)
+        keep(ctx, (packed,), rule, rng_state, None, settings, outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs, saved = _restored(ctx, 1, lambda tensors: unpacked(tensors[0], ctx.heads, ctx.heads_kv))
-        if torch.is_grad_enabled():  # to be differentiated again
-            gradients = _differentiable(saved, inputs, grads, ctx.needs_input_grad)
-        else:
-            gradients = _backward(saved, grads[0], grads[1], True, ctx.needs_input_grad[1:4])
-        return *gradients, None, None, None, None, None
+        def parts(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+            return unpacked(inputs[0], ctx.heads, ctx.heads_kv)
+
+        return *gradients(ctx, 1, parts, True, ctx.needs_input_grad, grads), None, None, None, None, None
+
+
+def gradients(
+    ctx: Any,
+    count: int,
+    parts: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]],
+    packed: bool,
+    needs: tuple[bool, ...],
+    grads: tuple[Tensor | None, ...],
+) -> tuple[Tensor | None, ...]:
+    """Of what `keep` kept: the gradients of its `count` inputs, attn_mask, alibi_slopes and sinks."""
+    in_plain_pytorch = backward_in_plain_pytorch()
+    with torch.set_grad_enabled(in_plain_pytorch):  # the parts of a packed input belong to the graph
+        inputs, saved = _restored(ctx, count, parts)
+    if in_plain_pytorch:
+        return _differentiable(saved, inputs, grads, needs)
+    needs_mask, needs_slopes, needs_sinks = needs[count : count + 3]
+    return _backward(saved, grads[0], grads[1], packed, (needs_mask, needs_slopes, needs_sinks))
+
+
+def first_three(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value of a call that is not packed."""
+    query, key, value = inputs
+    return query, key, value
 
 
 def unpacked(packed: Tensor, heads: int, heads_kv: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +254,7 @@ def _with_tensors(
     return rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
 
 
-def _keep(
+def keep(
     ctx: Any,
     inputs: tuple[Tensor, ...],
     rule: ScoreRule,
@@ -244,6 +263,7 @@ def _keep(
     settings: Settings,
     outputs: tuple[Tensor, ...],
 ) -> None:
+    """Keep on ctx what a backward needs."""
     output, lse, row_stats, max_score, entropy = outputs
     ctx.mark_non_differentiable(row_stats, max_score, entropy)
     ctx.set_materialize_grads(False)
@@ -255,7 +275,7 @@ def _keep(
 def _restored(
     ctx: Any, count: int, parts: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[tuple[Tensor, ...], Saved]:
-    """The inverse of `_keep`: the inputs, of which query, key and value are `parts`, and what was saved with them."""
+    """The inverse of `keep`: the inputs, of which query, key and value are `parts`, and what was saved with them."""
     tensors = ctx.saved_tensors  # asked for once: a checkpoint refuses a second time
     inputs = tensors[:count]
     output, lse, row_stats, rng_state, cu_seqlens_q, cu_seqlens_k, *kept = tensors[count:]

@@ -1,7 +1,8 @@
 """The compiled operators torch.ops.mha_ext.* and their derivatives.
 
 First derivatives are kernels too. Where the backward itself is differentiated (`create_graph=True`) the
-products and the QKV split are closed under differentiation; a softmax goes through `reference`.
+products and the QKV split are closed under differentiation; a softmax goes through `reference`, and in a transform
+all of them go through plain PyTorch.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from . import (
 from .autocast import without_autocast
 from .reference import SoftmaxResult, accumulate_dtype_of
 from .score_rule import ScoreRule
+from .transforms import active_transform, backward_in_plain_pytorch
 
 __all__ = ["attention_output", "attention_scores", "masked_softmax", "qkv_split"]
 
@@ -25,6 +27,14 @@ def graph_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
     """A leaf for torch.compile, into which it does not look; AOT autograd traces its derivative."""
     leaf: Callable[..., Any] = torch.compiler.allow_in_graph(function)
     return leaf
+
+
+def call(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """The operator below autograd: who calls it has a derivative of its own, and `derivatives` is for others."""
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -46,11 +56,13 @@ def allow_tf32(x: Tensor) -> bool:
 # --- the QKV split --------------------------------------------------------------------------------
 
 
-class _QkvSplit(torch.autograd.Function):
+class QkvSplit(torch.autograd.Function):
+    """Whose derivative is `QkvMerge`."""
+
     @staticmethod
     def forward(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, ...]:
         bias = None if bias is None else bias.contiguous()
-        return torch.ops.mha_ext.qkv_split(unit_stride(packed), bias, num_heads, num_kv_heads)
+        return call(torch.ops.mha_ext.qkv_split, unit_stride(packed), bias, num_heads, num_kv_heads)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -58,17 +70,21 @@ class _QkvSplit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad_packed, grad_bias = _QkvMerge.apply(*grads, ctx.has_bias and ctx.needs_input_grad[1])
+        if active_transform() is not None:
+            grad_packed = torch.cat([grad.transpose(1, 2).flatten(2) for grad in grads], -1)
+            grad_bias = grad_packed.sum((0, 1)) if ctx.has_bias else None
+            return grad_packed, grad_bias, None, None
+        grad_packed, grad_bias = QkvMerge.apply(*grads, ctx.has_bias and ctx.needs_input_grad[1])
         return grad_packed, grad_bias if ctx.needs_input_grad[1] else None, None, None
 
 
-class _QkvMerge(torch.autograd.Function):
+class QkvMerge(torch.autograd.Function):
     """The transpose of the split, and its derivative is the split again."""
 
     @staticmethod
     def forward(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, bias_grad: bool) -> tuple[Tensor, ...]:
         grads = (unit_stride(x) for x in (grad_query, grad_key, grad_value))
-        return torch.ops.mha_ext.qkv_merge(*grads, bias_grad)
+        return call(torch.ops.mha_ext.qkv_merge, *grads, bias_grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -78,12 +94,12 @@ class _QkvMerge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_packed: Tensor, grad_bias: Tensor) -> tuple[Any, ...]:
         bias = grad_bias if ctx.bias_grad else None
-        return *_QkvSplit.apply(grad_packed, bias, ctx.num_heads, ctx.num_kv_heads), None
+        return *QkvSplit.apply(grad_packed, bias, ctx.num_heads, ctx.num_kv_heads), None
 
 
 @graph_leaf
 def _apply_qkv_split(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _QkvSplit.apply(*arguments)
+    return QkvSplit.apply(*arguments)
 
 
 def qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +110,7 @@ def qkv_split(packed: Tensor, bias: Tensor | None, num_heads: int, num_kv_heads:
 # --- the products ---------------------------------------------------------------------------------
 
 
-class _Matmul(torch.autograd.Function):
+class Matmul(torch.autograd.Function):
     """out[b, h] = alpha * op(a) @ op(b), heads broadcast or summed by index; its own derivative."""
 
     @staticmethod
@@ -102,7 +118,8 @@ class _Matmul(torch.autograd.Function):
         a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool, alpha: float, num_heads_out: int,
         out_dtype: torch.dtype, allow_tf32: bool,
     ) -> Tensor:  # fmt: skip
-        return torch.ops.mha_ext.matmul(
+        return call(
+            torch.ops.mha_ext.matmul,
             unit_stride(a),
             unit_stride(b),
             transpose_a,
@@ -126,7 +143,9 @@ class _Matmul(torch.autograd.Function):
         transpose_a, transpose_b = ctx.transpose_a, ctx.transpose_b
 
         def product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool, like: Tensor) -> Tensor:
-            return _Matmul.apply(
+            if active_transform() is not None:
+                return _plain_product(x, y, transpose_x, transpose_y, ctx.alpha, like)
+            return Matmul.apply(
                 x, y, transpose_x, transpose_y, ctx.alpha, like.shape[1], like.dtype, ctx.allow_tf32
             )  # fmt: skip
 
@@ -142,9 +161,18 @@ class _Matmul(torch.autograd.Function):
         return grad_a, grad_b, None, None, None, None, None, None
 
 
+def _plain_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool, alpha: float, like: Tensor) -> Tensor:
+    """`Matmul` in plain PyTorch, with the heads and the dtype of `like`."""
+    x, y = x.mT if transpose_x else x, y.mT if transpose_y else y
+    heads, compute = max(x.shape[1], y.shape[1]), accumulate_dtype_of(x.dtype)
+    x, y = (z.to(compute).repeat_interleave(heads // max(z.shape[1], 1), 1) for z in (x, y))
+    products = (alpha * (x @ y)).unflatten(1, (like.shape[1], -1)).sum(2)
+    return products.to(like.dtype)
+
+
 @graph_leaf
 def _apply_matmul(*arguments: Any) -> Tensor:
-    return _Matmul.apply(*arguments)
+    return Matmul.apply(*arguments)
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
@@ -202,7 +230,8 @@ def softmax_forward(
     stats: bool,
 ) -> tuple[Tensor, ...]:
     """weights, dropped (empty without dropout), lse, max_score and entropy (empty unless `stats`)."""
-    return torch.ops.mha_ext.masked_softmax(
+    return call(
+        torch.ops.mha_ext.masked_softmax,
         unit_stride(scores),
         None if rule.attn_mask is None else rule.attn_mask.expand(scores.shape),
         *rule_tensors(rule, *scores.shape[:2]),
@@ -230,7 +259,8 @@ def softmax_backward(
     """Gradients of scores, attn_mask, alibi_slopes and sinks, the last three where `needs` says so."""
     needs_mask, needs_slopes, needs_sinks = needs
     per_batch = isinstance(rule.q_offset, Tensor)
-    grad_scores, grad_bias, sink_rows, slope_rows = torch.ops.mha_ext.masked_softmax_backward(
+    grad_scores, grad_bias, sink_rows, slope_rows = call(
+        torch.ops.mha_ext.masked_softmax_backward,
         None if grad_weights is None else unit_stride(grad_weights),
         None if grad_dropped is None else unit_stride(grad_dropped),
         None if grad_lse is None else grad_lse.contiguous(),
@@ -273,54 +303,76 @@ class _MaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        scores, attn_mask, alibi_slopes, sinks, rule, ctx.dropout_p, rng_state, ctx.dtype, _ = inputs
-        weights, _, lse, max_score, entropy = output
-        ctx.mark_non_differentiable(max_score, entropy)
-        ctx.set_materialize_grads(False)
-        rule_tensors = kept_rule(ctx, rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks))
-        ctx.save_for_backward(scores, rng_state, weights, lse, *rule_tensors)
+        scores, attn_mask, alibi_slopes, sinks, rule, dropout_p, rng_state, dtype, _ = inputs
+        rule = rule._replace(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
+        keep_softmax(ctx, scores, rule, dropout_p, rng_state, dtype, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad_weights, grad_dropped, grad_lse = grads[:3]
-        scores, rng_state, weights, lse, *rule_tensors = ctx.saved_tensors
-        if ctx.dropout_p == 0:
-            grad_dropped = None
-        rule = restored_rule(ctx, rule_tensors)
-        if torch.is_grad_enabled():  # to be differentiated again
-            inputs = (scores, rule.attn_mask, rule.alibi_slopes, rule.sinks)
-            with without_autocast(scores):
-                result = reference.masked_softmax(
-                    scores.to(accumulate_dtype_of(scores.dtype)), dropout_p=ctx.dropout_p, rng_state=rng_state,
-                    return_entropy=False, **rule._asdict(),
-                )  # fmt: skip
-            outputs = (result.weights.to(ctx.dtype), result.dropped.to(ctx.dtype), result.lse)
-            gradients = differentiable_gradients(
-                outputs, (grad_weights, grad_dropped, grad_lse), inputs, ctx.needs_input_grad
-            )
-        else:
-            gradients = softmax_backward(
-                grad_weights, grad_dropped, grad_lse, weights, scores, lse, rule, ctx.dropout_p, rng_state,
-                scores.dtype, ctx.needs_input_grad[1:4],
+        return *softmax_gradients(ctx, grads, ctx.needs_input_grad[:4]), None, None, None, None, None
+
+
+def keep_softmax(
+    ctx: Any,
+    scores: Tensor,
+    rule: ScoreRule,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    dtype: torch.dtype,
+    output: tuple[Tensor, ...],
+) -> None:
+    """Keep on ctx what a backward needs."""
+    weights, _, lse, max_score, entropy = output
+    ctx.dropout_p, ctx.dtype = dropout_p, dtype
+    ctx.mark_non_differentiable(max_score, entropy)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(scores, rng_state, weights, lse, *kept_rule(ctx, rule))
+
+
+def softmax_gradients(ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Of what `keep_softmax` kept: the gradients of scores, attn_mask, alibi_slopes and sinks."""
+    grad_weights, grad_dropped, grad_lse = grads[:3]
+    scores, rng_state, weights, lse, *rule_tensors = ctx.saved_tensors
+    if ctx.dropout_p == 0:
+        grad_dropped = None
+    rule = restored_rule(ctx, rule_tensors)
+    if not backward_in_plain_pytorch():
+        _, needs_mask, needs_slopes, needs_sinks = needs
+        return softmax_backward(
+            grad_weights, grad_dropped, grad_lse, weights, scores, lse, rule, ctx.dropout_p, rng_state,
+            scores.dtype, (needs_mask, needs_slopes, needs_sinks),
+        )  # fmt: skip
+
+    def outputs() -> tuple[Tensor, ...]:
+        with without_autocast(scores):
+            result = reference.masked_softmax(
+                scores.to(accumulate_dtype_of(scores.dtype)), dropout_p=ctx.dropout_p, rng_state=rng_state,
+                return_entropy=False, **rule._asdict(),
             )  # fmt: skip
-        return *gradients, None, None, None, None, None
+        return result.weights.to(ctx.dtype), result.dropped.to(ctx.dtype), result.lse
+
+    inputs = (scores, rule.attn_mask, rule.alibi_slopes, rule.sinks)
+    return plain_gradients(outputs, (grad_weights, grad_dropped, grad_lse), inputs, needs)
 
 
-def differentiable_gradients(
-    outputs: tuple[Tensor, ...],
+def plain_gradients(
+    outputs: Callable[[], tuple[Tensor, ...]],
     grads: tuple[Tensor | None, ...],
     inputs: tuple[Tensor | None, ...],
     needs_input_grad: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of plain PyTorch outputs as a graph of their own."""
-    given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    """Gradients of what `outputs` computes from the inputs in plain PyTorch, with a graph of their own where wanted."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        results = outputs()
+    given = [(output, grad) for output, grad in zip(results, grads, strict=True) if grad is not None]
     wanted = [x for x, needed in zip(inputs, needs_input_grad, strict=False) if needed and x is not None]
     gradients = iter(
         torch.autograd.grad(
             [output for output, _ in given],
             wanted,
             [grad for _, grad in given],
-            create_graph=True,
+            create_graph=create_graph,
             allow_unused=True,
         )
         if given and wanted

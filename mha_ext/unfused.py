@@ -10,9 +10,10 @@ from . import reference
 from .autocast import without_autocast
 from .ops import (
     allow_tf32,
-    differentiable_gradients,
+    call,
     graph_leaf,
     kept_rule,
+    plain_gradients,
     restored_rule,
     softmax_backward,
     softmax_forward,
@@ -20,6 +21,7 @@ from .ops import (
 )
 from .reference import AttentionResult, accumulate_dtype_of
 from .score_rule import ScoreRule
+from .transforms import backward_in_plain_pytorch
 
 
 def _product(
@@ -33,9 +35,8 @@ def _product(
     tf32: bool,
     k_lengths: Tensor | None = None,
 ) -> Tensor:
-    return torch.ops.mha_ext.matmul(
-        unit_stride(x), unit_stride(y), transpose_x, transpose_y, alpha, heads, dtype, tf32, k_lengths
-    )
+    operands = (unit_stride(x), unit_stride(y), transpose_x, transpose_y, alpha, heads, dtype, tf32, k_lengths)
+    return call(torch.ops.mha_ext.matmul, *operands)
 
 
 class _UnfusedAttention(torch.autograd.Function):
@@ -69,14 +70,18 @@ class _UnfusedAttention(torch.autograd.Function):
         grad_output, grad_weights, _, grad_lse = grads[:4]
         query, key, value, rng_state, lse, weights, dropped, scores, *rule_tensors = ctx.saved_tensors
         rule = restored_rule(ctx, rule_tensors)
-        if torch.is_grad_enabled():  # to be differentiated again
-            with without_autocast(query):
-                result = reference.attention(
-                    query, key, value, dropout_p=ctx.dropout_p, scale=ctx.scale, rng_state=rng_state,
-                    return_entropy=False, **rule._asdict(),
-                )  # fmt: skip
-            gradients = differentiable_gradients(
-                (result.output, result.lse, result.weights),  # type: ignore[arg-type]
+        if backward_in_plain_pytorch():
+
+            def outputs() -> tuple[Tensor, ...]:
+                with without_autocast(query):
+                    result = reference.attention(
+                        query, key, value, dropout_p=ctx.dropout_p, scale=ctx.scale, rng_state=rng_state,
+                        return_entropy=False, **rule._asdict(),
+                    )  # fmt: skip
+                return result.output, result.lse, result.weights  # type: ignore[return-value]
+
+            gradients = plain_gradients(
+                outputs,
                 (grad_output, grad_lse, grad_weights),
                 (query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks),
                 ctx.needs_input_grad,

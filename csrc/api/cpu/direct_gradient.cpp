@@ -2,8 +2,10 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -54,7 +56,13 @@ variable_list gradients(const Saved& saved, const at::Tensor& grad_output, const
   return {query, key, value, {}};
 }
 
-// To be differentiated again: in plain PyTorch, by Python.
+// By plain PyTorch, through Python: what is differentiated again, and what a transform sees that no kernel knows (a
+// tangent of the gradient, several gradients at once).
+bool wants_plain() {
+  return at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(0) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 variable_list differentiable_gradients(const Saved& saved, const at::Tensor& grad_output, AutogradContext* context) {
   namespace py = pybind11;
   const py::gil_scoped_acquire gil;
@@ -106,7 +114,7 @@ struct DirectAttention : torch::autograd::Function<DirectAttention> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const Saved saved(context);
-    if (at::GradMode::is_enabled()) return differentiable_gradients(saved, grads[0], context);
+    if (wants_plain()) return differentiable_gradients(saved, grads[0], context);
     if (nobody_listens() && is_plain(grads[0]) && is_plain(saved.query)) {
       return gradients(saved, grads[0], attention_backward_cpu);
     }
