@@ -20,6 +20,7 @@ from .functional import (
     masked_softmax,
     qkv_split,
 )
+from .integrations import sdpa as _sdpa  # noqa: F401  puts it into torch's registry
 from .modules import MultiHeadAttention
 from .reference import AttentionResult
 

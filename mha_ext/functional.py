@@ -160,7 +160,7 @@ def attention(
         return_lse=return_lse, return_weights=return_weights, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
-    return _present(call, _compute(call, backends.choose(call, backend)))
+    return computed(call, backends.choose(call, backend))
 
 
 def attention_varlen(
@@ -224,7 +224,7 @@ def attention_varlen(
         alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, return_lse=return_lse, return_stats=return_stats,
         deterministic=deterministic,
     )  # fmt: skip
-    return _present(call, _compute(call, backends.choose(call, backend)))
+    return computed(call, backends.choose(call, backend))
 
 
 def packed_attention(
@@ -244,7 +244,12 @@ def packed_attention(
     if name in ("fused", "cpu"):
         settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
         return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
-    return _present(call, _compute(call, name))
+    return computed(call, name)
+
+
+def computed(call: AttentionCall, backend: str) -> Tensor | AttentionResult:
+    """What was asked for, by the backend that takes the call."""
+    return _present(call, _compute(call, backend))
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:

@@ -1,0 +1,1 @@
+"""How other libraries come to call `mha_ext.attention`."""
