@@ -1,0 +1,1 @@
+"""`mha_ext` inside other libraries; each module is imported by itself and says which library it needs."""
