@@ -24,6 +24,7 @@ _LEAST_VERSION = (5, 4)  # from here on masks are asked for by q_length and q_of
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, __version__
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    from transformers.utils import output_capturing
 
     _found = f"transformers {__version__}"
     _missing = tuple(int(part) for part in __version__.split(".")[:2]) < _LEAST_VERSION
@@ -85,7 +86,8 @@ def attention_forward(
     position_bias : Tensor, optional
         Added to the scores, broadcastable to (B, Hq, Lq, Lk); may have a gradient.
     output_attentions : bool, optional
-        Return the weights as well; None asks the layer's configuration.
+        Return the weights as well: also where the layer does not pass it on, but its configuration or the model's
+        call asks for them.
     cu_seq_lens_q, cu_seq_lens_k : int tensor, optional
         Where packed sequences begin and end, of a batch of one without a mask.
 
@@ -103,33 +105,44 @@ def attention_forward(
             raise ValueError(f'{name}: expected None, got {meaning}; attn_implementation="eager" takes them')
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if output_attentions is None:
-        output_attentions = getattr(getattr(module, "config", None), "output_attentions", False)
+    wants_weights = bool(output_attentions) or _captures_weights(module)
     causal = attention_mask is None and bool(is_causal)
     dropout_p = dropout if module.training else 0.0
 
     if attention_mask is None and cu_seq_lens_q is not None:
-        if query.shape[0] != 1 or position_bias is not None or output_attentions:
+        if query.shape[0] != 1 or position_bias is not None or wants_weights:
             raise ValueError(
                 "cu_seq_lens_q: expected a batch of one without position_bias and output_attentions, got batch "
                 f"{query.shape[0]}; without it, position_ids that begin at 0 again tell packed sequences apart"
             )
-        packed = (x[0].transpose(0, 1) for x in (query, key, value))
-        output = attention_varlen(
-            *packed, cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, dropout_p, causal,
-            scaling, q_offset="end", softcap=softcap, sinks=s_aux,
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        cu_seqlens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        packed = attention_varlen(
+            q, k, v, cu_seq_lens_q, cu_seqlens_k, dropout_p, causal, scaling, q_offset="end", softcap=softcap,
+            sinks=s_aux,
         )  # fmt: skip
-        return output[None].contiguous(), None
+        assert isinstance(packed, Tensor)  # no more was asked for
+        return packed[None].contiguous(), None
 
     batch = max(query.shape[0], key.shape[0])  # learned queries come once for all
     query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
     result = attention(
         query, key, value, _biased(position_bias, attention_mask), dropout_p, causal, scaling,
-        q_offset="end" if causal else 0, softcap=softcap, sinks=s_aux, return_weights=bool(output_attentions),
+        q_offset="end" if causal else 0, softcap=softcap, sinks=s_aux, return_weights=wants_weights,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return result.transpose(1, 2).contiguous(), None
     return result.output.transpose(1, 2).contiguous(), result.weights
+
+
+def _captures_weights(module: nn.Module) -> bool:
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    # The hooks that collect a model's outputs: GPT-2 and others drop the argument on its way to their layers.
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
 
 
 def _biased(position_bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
@@ -163,7 +176,7 @@ def create_mask(
         allow_is_causal_skip
         and isinstance(q_offset, int | torch.SymInt)  # a tensor, of static caches, would have to be waited for
         and q_offset + q_length == kv_offset + kv_length
-        and (local_size is None or kv_length < local_size)
+        and (local_size is None or kv_offset + kv_length <= local_size)  # all in the first window or chunk
         and (padding is None or _all_true(padding, kv_offset, kv_length))
     ):
         return None
@@ -185,7 +198,8 @@ def create_mask(
 
 def _all_true(padding: Tensor, offset: int, length: int) -> bool:
     """Whether all these keys take part; not where the values are unknown, while a graph is traced."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or padding.shape[-1] < offset + length:
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or padding.shape[-1] < offset + length:
         return False
     return bool(padding[:, offset : offset + length].all())
 
