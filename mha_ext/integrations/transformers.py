@@ -112,8 +112,9 @@ def attention_forward(
     if attention_mask is None and cu_seq_lens_q is not None:
         if query.shape[0] != 1 or position_bias is not None or wants_weights:
             raise ValueError(
-                "cu_seq_lens_q: expected a batch of one without position_bias and output_attentions, got batch "
-                f"{query.shape[0]}; without it, position_ids that begin at 0 again tell packed sequences apart"
+                "cu_seq_lens_q: expected a batch of one without position_bias or output_attentions, got batch "
+                f"{query.shape[0]}, position_bias {position_bias is not None}, output_attentions {wants_weights}; "
+                "position_ids that begin at 0 again tell packed sequences apart as well"
             )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         cu_seqlens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -124,8 +125,8 @@ def attention_forward(
         assert isinstance(packed, Tensor)  # no more was asked for
         return packed[None].contiguous(), None
 
-    batch = max(query.shape[0], key.shape[0])  # learned queries come once for all
-    query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    if query.shape[0] != key.shape[0]:  # learned queries come once for all sequences
+        query = query.expand(key.shape[0], -1, -1, -1)
     result = attention(
         query, key, value, _biased(position_bias, attention_mask), dropout_p, causal, scaling,
         q_offset="end" if causal else 0, softcap=softcap, sinks=s_aux, return_weights=wants_weights,
