@@ -1,1 +1,1 @@
-"""`mha_ext` inside other libraries; each module is imported by itself and says which library it needs."""
+"""How other libraries come to call `mha_ext.attention`."""
