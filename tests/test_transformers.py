@@ -447,6 +447,8 @@ def test_masks_of_other_rules_are_those_of_eager() -> None:
     ]
     for creator in ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"):
         for given in arguments:
+            if not given.keys() <= inspect.signature(getattr(masking_utils, creator)).parameters.keys():
+                continue  # transformers 5.4 does not know blocks
             masks = [
                 getattr(masking_utils, creator)(
                     config_of(implementation, **CREATORS[creator]), torch.zeros(BATCH, 9, 32), **{PAST: None}, **given
@@ -548,7 +550,7 @@ def test_what_is_not_taken_is_refused(name: str) -> None:
 
 def test_packed_sequences_with_more_than_attention_varlen_takes_are_refused() -> None:
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected a batch of one .*, got batch 2; .* position_ids"):
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected a batch of one .*, got batch 2, .*; position_ids"):
         integration.attention_forward(Layer(), *random_inputs(), None, cu_seq_lens_q=ends)
 
 
