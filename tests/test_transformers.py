@@ -211,6 +211,14 @@ def test_attentions_are_those_of_eager(name: str) -> None:
             torch.testing.assert_close(actual.transpose(1, 2)[kept], expected.transpose(1, 2)[kept], rtol=0, atol=5e-6)
 
 
+def test_attentions_that_the_configuration_asks_for() -> None:
+    model: Any = build("llama")
+    model.config.output_attentions = True
+    model.set_attn_implementation("mha_ext")
+    attentions = model(tokens()).attentions
+    assert [weights.shape for weights in attentions] == [(BATCH, 4, LENGTH, LENGTH)] * 2
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", GENERATING)
 def test_generates_the_tokens_of_eager(name: str, cache: str) -> None:
@@ -457,6 +465,14 @@ def test_masks_of_other_rules_are_those_of_eager() -> None:
             ]
             assert masks[1].dtype == torch.bool
             torch.testing.assert_close(masks[1], masks[0] if masks[0] is custom else masks[0] == 0, rtol=0, atol=0)
+
+
+def test_keys_that_the_padding_mask_does_not_reach_are_hidden() -> None:
+    sizes = {"batch_size": BATCH, "q_length": 2, "kv_length": 5, "q_offset": 3}
+    short = torch.ones(BATCH, 4, dtype=torch.bool)
+    mask = integration.create_mask(**sizes, attention_mask=short)
+    expected = masking_utils.eager_mask(**sizes, attention_mask=short) == 0
+    torch.testing.assert_close(mask, expected, rtol=0, atol=0)
 
 
 def test_a_decoder_without_causality_sees_everything() -> None:

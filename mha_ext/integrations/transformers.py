@@ -86,8 +86,7 @@ def attention_forward(
     position_bias : Tensor, optional
         Added to the scores, broadcastable to (B, Hq, Lq, Lk); may have a gradient.
     output_attentions : bool, optional
-        Return the weights as well: also where the layer does not pass it on, but its configuration or the model's
-        call asks for them.
+        Return the weights as well. Also where the layer does not pass it on but the model was asked for them.
     cu_seq_lens_q, cu_seq_lens_k : int tensor, optional
         Where packed sequences begin and end, of a batch of one without a mask.
 
@@ -105,7 +104,7 @@ def attention_forward(
             raise ValueError(f'{name}: expected None, got {meaning}; attn_implementation="eager" takes them')
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    wants_weights = bool(output_attentions) or _captures_weights(module)
+    wants_weights = bool(output_attentions) or _weights_are_collected()
     causal = attention_mask is None and bool(is_causal)
     dropout_p = dropout if module.training else 0.0
 
@@ -136,10 +135,8 @@ def attention_forward(
     return result.output.transpose(1, 2).contiguous(), result.weights
 
 
-def _captures_weights(module: nn.Module) -> bool:
-    if getattr(getattr(module, "config", None), "output_attentions", False):
-        return True
-    # The hooks that collect a model's outputs: GPT-2 and others drop the argument on its way to their layers.
+def _weights_are_collected() -> bool:
+    """Whether hooks wait for them: GPT-2 and others drop `output_attentions` on its way to their layers."""
     collector = getattr(output_capturing, "_active_collector", None)
     if collector is None or torch.compiler.is_compiling():
         return False
