@@ -5,7 +5,7 @@
 mean; `backends.explain` says which implementation a call takes, and `show_config` what this installation has.
 """
 
-from . import backends, reference
+from . import backends, compat, reference
 from .config import show_config
 from .functional import (
     attention,
@@ -28,6 +28,7 @@ __all__ = [
     "attention_scores",
     "attention_varlen",
     "backends",
+    "compat",
     "masked_softmax",
     "qkv_split",
     "reference",
