@@ -90,9 +90,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Draw the first values, as torch does, and keep torch's layers from reading the parameters themselves."""
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        self._keep_from_fast_path()
+        self.keep_from_fast_path()
 
-    def _keep_from_fast_path(self) -> None:
+    def keep_from_fast_path(self) -> None:
         """Have `nn.TransformerEncoderLayer` call this module.
 
         In evaluation it calls a fused function of torch's on this module's parameters instead, unless they are separate

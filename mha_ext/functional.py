@@ -231,6 +231,8 @@ def packed_attention(
     The columns are those of `qkv_split`. The fused kernels read the parts where they lie, and write their gradients
     into one.
     """
+    if _put_together_by_autograd(packed, backend):
+        return attention(*fused.unpacked(packed, num_heads, num_kv_heads), backend=backend, **arguments)
     (packed,) = autocast_inputs(packed)
     call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
     name = backends.choose(call, backend)
@@ -238,6 +240,16 @@ def packed_attention(
         settings = (num_heads, num_kv_heads, call.rule, call.dropout_p, call.scale, call.return_stats)
         return _present(call, fused.attention_packed(packed, *settings, on_cpu=name == "cpu"))
     return _present(call, _compute(call, name))
+
+
+def _put_together_by_autograd(packed: Tensor, backend: str | None) -> bool:
+    """Whether the gradients of the parts, if any, may as well be put together by autograd, as those of any three."""
+    if torch.compiler.is_compiling():
+        return False
+    if not fused.wants_grad(packed):
+        return True
+    # Of few elements, to add them up takes less time than an operator and a Function in Python around it.
+    return _direct is not None and packed.is_cpu and packed.numel() < 2**18 and not backends.asked_for(backend)
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
@@ -448,9 +460,17 @@ def masked_softmax(
         (batch, heads, seqlen_q, seqlen_kv), scores, attn_mask, is_causal, window, q_offset, key_lengths,
         alibi_slopes, softcap, sinks,
     )  # fmt: skip
+    kernels = backends.parts_use_kernels(scores)
+    only_masks = rule.alibi_slopes is None and rule.softcap is None and rule.sinks is None
+    if only_masks and dropout_p == 0 and not return_lse and not kernels:
+        weights = reference.visible_softmax(
+            scores.to(compute), rule.attn_mask, window=rule.window, q_offset=rule.q_offset,
+            key_lengths=rule.key_lengths,
+        )  # fmt: skip
+        return weights.to(dtype)
     rng_state = reference.draw_rng_state(scores.device) if dropout_p > 0 else None
     result: SoftmaxResult
-    if backends.parts_use_kernels(scores):
+    if kernels:
         result = ops.masked_softmax(scores, rule, dropout_p, rng_state, dtype)
     else:
         arguments: dict[str, Any] = rule._asdict()

@@ -219,7 +219,9 @@ class _PackedAttention(torch.autograd.Function):
 
 def unpacked(packed: Tensor, heads: int, heads_kv: int) -> tuple[Tensor, Tensor, Tensor]:
     """packed (B, L, (Hq + 2 Hkv) D) -> views query (B, Hq, L, D), key and value (B, Hkv, L, D)."""
-    by_heads = packed.unflatten(-1, (heads + 2 * heads_kv, -1)).transpose(1, 2)
+    batch, length, columns = packed.shape
+    total = heads + 2 * heads_kv
+    by_heads = packed.view(batch, length, total, columns // total).transpose(1, 2)
     query, key, value = by_heads.split((heads, heads_kv, heads_kv), dim=1)
     return query, key, value
 
