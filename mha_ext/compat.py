@@ -31,8 +31,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     -----
     What differs from torch's:
 
-    - One path. The output is the same in training and evaluation, with and without gradients, and, without dropout,
-      bit for bit with and without `need_weights`.
+    - One path. Without dropout the output is bit for bit the same in training and evaluation, with and without
+      `need_weights`, and up to rounding the same with and without gradients.
     - A query that sees no key gets weights 0 and `out_proj`'s bias, not NaN.
     - What `key_padding_mask` hides changes nothing, be it NaN.
     - `out_proj` is called as a module: hooks, pruning, parametrisations and replacements of it take effect.
@@ -278,9 +278,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check_inputs(rows_q, rows_k, rows_v)
         weights = None
         if need_weights:
-            padded_q = torch.nested.to_padded_tensor(query, 0.0)
-            padded_k = padded_q if of_one[0] else torch.nested.to_padded_tensor(key, 0.0)
-            padded_v = padded_k if of_one[1] else torch.nested.to_padded_tensor(value, 0.0)
+            padded_q = _padded(query, offsets_q)
+            padded_k = padded_q if of_one[0] else _padded(key, offsets_k)
+            padded_v = padded_k if of_one[1] else _padded(value, offsets_k)
             heads, weights = self._attend_dense(
                 padded_q, padded_k, padded_v, None, None, offsets_k.diff(), True, is_causal
             )
@@ -417,6 +417,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _shown(mask: Tensor) -> Tensor:
     """torch's mask, whose True hides, as `mha_ext.attention` takes it."""
     return ~mask if mask.dtype == torch.bool else mask
+
+
+def _padded(x: Tensor, offsets: Tensor) -> Tensor:
+    """(N, longest, E); by itself torch pads to the total length where it does not know the longest."""
+    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return torch.nested.to_padded_tensor(x, 0.0, (len(offsets) - 1, longest, x.shape[-1]))
 
 
 def _check_width(name: str, x: Tensor, width: int) -> None:
