@@ -2,16 +2,19 @@
 
 `attention` is the call (`attention_varlen` that of packed sequences), `MultiHeadAttention` the module; `qkv_split`,
 `attention_scores`, `masked_softmax` and `attention_output` are its parts; `reference` says in plain PyTorch what they
-mean; `backends.explain` says which implementation a call takes, and `show_config` what this installation has.
+mean. `compat.MultiheadAttention` goes in torch's module's place, and `convert` puts it there in a whole model.
+`backends.explain` says which implementation a call takes, and `show_config` what this installation has.
 """
 
 from . import (
     backends,
+    compat,
     derivatives,  # noqa: F401  registers them
     flops,  # noqa: F401
     reference,
 )
 from .config import show_config
+from .conversion import convert
 from .functional import (
     attention,
     attention_output,
@@ -34,6 +37,8 @@ __all__ = [
     "attention_scores",
     "attention_varlen",
     "backends",
+    "compat",
+    "convert",
     "masked_softmax",
     "qkv_split",
     "reference",

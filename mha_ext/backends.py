@@ -270,12 +270,13 @@ def requested(argument: str | None = None) -> str | None:
 def choose(call: AttentionCall, backend: str | None = None) -> str:
     """The name of the backend that takes this call; ValueError where the requested one refuses."""
     name = requested(backend)
-    if _records and not torch.compiler.is_compiling():
-        record(_explanation(call, name))
     if name is not None:
         refusal = _BY_NAME[name].refusal(call, True)
         if refusal is not None:
             raise ValueError(f"backend: {name!r} does not take this call: {refusal}")
+    if _records and not torch.compiler.is_compiling():
+        record(_explanation(call, name))
+    if name is not None:
         return name
     candidates = _OF_CPU_TENSORS if call.query.is_cpu else BACKENDS
     return next(candidate.name for candidate in candidates if candidate.refusal(call, False) is None)
@@ -296,7 +297,7 @@ def parts_use_kernels(x: Tensor) -> bool:
 class Explanation(NamedTuple):
     """Which backend a call takes (None: the requested one refuses), and why each other one does not.
 
-    A call of torch's own function that stays there (`mha_ext.integrations.sdpa`) takes the backend "torch".
+    "torch" is that of a call of torch's function which stays there (`mha_ext.integrations.sdpa`).
     """
 
     backend: str | None
@@ -333,11 +334,6 @@ def record(explanation: Explanation) -> None:
     """Add to the runs that are being explained."""
     for calls in _records:
         calls.append(explanation)
-
-
-def being_explained() -> bool:
-    """Whether somebody wants to know of every call."""
-    return bool(_records)
 
 
 def _explanation(call: AttentionCall, name: str | None) -> Explanation:

@@ -235,8 +235,7 @@ def packed_attention(
     The columns are those of `qkv_split`. The fused kernels read the parts where they lie, and write their gradients
     into one, unless that would take longer than to copy them there.
     """
-    small = packed.is_cpu and packed.numel() <= PACKED_GRADIENT and backends.undecided(backend)
-    if small or not torch.is_grad_enabled():
+    if _put_together_by_autograd(packed, backend):
         return attention(*fused.unpacked(packed, num_heads, num_kv_heads), backend=backend, **arguments)
     (packed,) = autocast_inputs(packed)
     call = make_call(*fused.unpacked(packed, num_heads, num_kv_heads), **arguments)
@@ -250,6 +249,16 @@ def packed_attention(
 def computed(call: AttentionCall, backend: str) -> Tensor | AttentionResult:
     """What was asked for, by the backend that takes the call."""
     return _present(call, _compute(call, backend))
+
+
+def _put_together_by_autograd(packed: Tensor, backend: str | None) -> bool:
+    """Whether the gradients of the parts, if there are any, may as well be put together by autograd."""
+    if torch.compiler.is_compiling():
+        return False
+    if not fused.wants_grad(packed):
+        return True
+    few = packed.is_cpu and packed.numel() <= PACKED_GRADIENT
+    return few and _direct is not None and backends.undecided(backend)
 
 
 def _compute(call: AttentionCall, backend: str) -> AttentionResult:
@@ -462,9 +471,17 @@ def masked_softmax(
         (batch, heads, seqlen_q, seqlen_kv), scores, attn_mask, is_causal, window, q_offset, key_lengths,
         alibi_slopes, softcap, sinks,
     )  # fmt: skip
+    kernels = backends.parts_use_kernels(scores)
+    only_masks = rule.alibi_slopes is None and rule.softcap is None and rule.sinks is None
+    if only_masks and dropout_p == 0 and not return_lse and not kernels:
+        weights = reference.visible_softmax(
+            scores.to(compute), rule.attn_mask, window=rule.window, q_offset=rule.q_offset,
+            key_lengths=rule.key_lengths,
+        )  # fmt: skip
+        return weights.to(dtype)
     rng_state = reference.draw_rng_state(scores.device) if dropout_p > 0 else None
     result: SoftmaxResult
-    if backends.parts_use_kernels(scores):
+    if kernels:
         result = ops.masked_softmax(scores, rule, dropout_p, rng_state, dtype)
     else:
         arguments: dict[str, Any] = rule._asdict()

@@ -1,6 +1,5 @@
 """Multi-head attention as a module: projections around `mha_ext.attention`."""
 
-import math
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
@@ -12,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import functional
 from .autocast import autocasts
 from .checks import FLOATING, check_alike, check_bool, check_int, check_real, check_shape, check_tensor
+from .masks import both_masks, hidden_by
 from .pruning import prune_heads
 from .state_dicts import adopt_known_layout, torch_state_dict
 
@@ -284,7 +284,7 @@ class MultiHeadAttention(nn.Module):
         else:
             q, k, v = self._project(query, key, value)
             if attn_mask is not None and key_mask is not None:  # one mask for both no longer says which keys are hidden
-                hidden = (~key_mask if key_mask.dtype == torch.bool else key_mask == -math.inf)[..., None]
+                hidden = hidden_by(key_mask)[..., None]
                 k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
             result = functional.attention(
                 self._split_heads(q, self.num_heads),
@@ -396,7 +396,7 @@ class MultiHeadAttention(nn.Module):
         else:
             check_shape("key_mask", key_mask, (seqlen_kv,), "(Lk,)")
         key_mask = key_mask.reshape(batch, 1, 1, seqlen_kv)
-        return key_mask if attn_mask is None else _both_masks(attn_mask, key_mask)
+        return key_mask if attn_mask is None else both_masks(attn_mask, key_mask)
 
 
 def _of_one_item(x: Any) -> Any:
@@ -421,20 +421,6 @@ def _four_axes(attn_mask: Tensor, wanted: tuple[int, int, int, int], batched: bo
     of_torch = attn_mask.shape == (batch * heads, seqlen_q, seqlen_kv)
     hint = "; give torch's (B Hq, Lq, Lk) as attn_mask.view(B, Hq, Lq, Lk)" if of_torch else ""
     raise ValueError(f"attn_mask: expected shape {forms} with {sizes}, got {tuple(attn_mask.shape)}{hint}")
-
-
-def _both_masks(a: Tensor, b: Tensor) -> Tensor:
-    """One mask that hides what either hides and adds what both add."""
-    if a.dtype == torch.bool and b.dtype == torch.bool:
-        return a & b
-    if a.dtype == torch.bool:
-        return torch.where(a, b, -math.inf)
-    if b.dtype == torch.bool:
-        return torch.where(b, a, -math.inf)
-    hidden = (a == -math.inf) | (b == -math.inf)
-    total = a + b
-    # Two finite numbers must not add up to -inf, which hides a key.
-    return total.clamp(min=torch.finfo(total.dtype).min).masked_fill(hidden, -math.inf)
 
 
 def _is_bare_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

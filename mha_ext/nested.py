@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["jagged", "packed", "refuse"]
+__all__ = ["as_jagged", "jagged", "packed", "refuse"]
 
 
 def refuse(attn_mask: Any, key_lengths: Any, return_weights: Any) -> None:
@@ -39,6 +39,15 @@ def packed(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor, Te
             raise ValueError(message)
         torch._assert_async(same, message)  # a GPU is not waited for
     return q, k, v, offsets_q, offsets_k
+
+
+def as_jagged(name: str, x: Any, layout: torch.layout) -> Any:
+    """A nested tensor of this layout (B, j, E) in layout torch.jagged."""
+    if not isinstance(x, Tensor) or not x.is_nested or x.layout != layout:
+        raise TypeError(f"{name}: expected a nested tensor of layout {layout} as query, got {_kind(x)}")
+    if layout == torch.jagged:
+        return x
+    return torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)
 
 
 def jagged(x: Tensor, offsets: Tensor, dims: int) -> Tensor:

@@ -638,3 +638,16 @@ def test_threads_may_call_it_together(activated: None) -> None:
         thread.join()
     assert len(outputs) == 80
     assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_what_is_left_to_torch_is_explained(activated: None) -> None:
+    x = torch.randn(1, 2, 3, 4)
+
+    def run() -> None:
+        sdpa(x, x, x)
+        sdpa(x.double(), x.double(), x.double())
+
+    ours, torchs = mha_ext.backends.explain(run)
+    assert (ours.backend, torchs.backend) == ("cpu", "torch")
+    assert "float64 has no kernel of this kind" in str(torchs)
+    assert str(torchs).endswith("-> torch: takes this call")

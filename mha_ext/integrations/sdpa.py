@@ -147,7 +147,7 @@ def _attention(
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if (
         functional._direct is not None
-        and not backends.asked_for(None)
+        and backends.undecided(None)
         and _torchs(query, key, attn_mask, is_causal, enable_gqa) is None
     ):
         output = functional._direct(*arguments, *_NOTHING_ELSE)
@@ -155,6 +155,7 @@ def _attention(
             return output
     decision = decide(*arguments)
     if isinstance(decision, str):
+        backends.record(backends.Explanation("torch", {"mha_ext": decision, "torch": None}))
         return _operator._op_dk(
             DispatchKey.CompositeImplicitAutograd,
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
