@@ -115,16 +115,20 @@ def test_without_kernels_nothing_is_activated(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_was_traced_before_does_not_decide_later() -> None:
-    """Torch keeps, operator by operator, where a traced call goes."""
+    """While it traces, torch keeps for each operator where a call goes."""
+    from torch._dispatch.python import enable_python_dispatcher
 
     def traced() -> bool:
-        return any(str(node.target) in OURS for node in make_fx(lambda q, k, v: sdpa(q, k, v))(Q, K, V).graph.nodes)
+        with enable_python_dispatcher():
+            sdpa(Q.to("meta"), K.to("meta"), V.to("meta"))
+            return is_ours(lambda: sdpa(Q, K, V))
 
     assert not traced()
     handle = provider.activate()
     assert traced()
     handle.remove()
     assert not traced()
+    assert provider._below_autograd not in provider._operator._dispatch_cache.values()
 
 
 def test_graphs_on_disk_are_told_apart() -> None:
