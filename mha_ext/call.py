@@ -77,9 +77,10 @@ def make_call(
     check_bool("return_weights", return_weights)
     _check_flags(return_lse, return_stats, deterministic)
     query, key, value = _alike(query, key, value)
-    for name, x in (("key", key), ("value", value)):
-        if x.dim() != query.dim():
-            raise ValueError(f"{name}: expected {query.dim()} dimensions as query, got shape {tuple(x.shape)}")
+    kept = -3 if query.dim() > 3 else -2
+    alike = query.dim() == key.dim() == value.dim()
+    if not (alike and query.shape[:kept] == key.shape[:kept] == value.shape[:kept]):
+        query, key, value = _of_one_batch(query, key, value)
 
     leading = query.shape[:-2]
     if query.dim() != 4:
@@ -200,12 +201,26 @@ def _check_sequences(name: str, cu_seqlens: Tensor, total: int) -> None:
         )
 
 
+def _of_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with the same axes before the heads, if any: missing ones and sizes of 1 are expanded, in no memory."""
+    dims = max(x.dim() for x in (query, key, value))
+    kept = 3 if dims > 3 else 2
+    query, key, value = (x[(None,) * (dims - x.dim())] for x in (query, key, value))
+    batch = query.shape[:-kept]
+    for name, x in (("key", key), ("value", value)):
+        try:
+            batch = torch.broadcast_shapes(batch, x.shape[:-kept])
+        except RuntimeError as error:
+            raise ValueError(
+                f"{name}: expected a batch that broadcasts with query's {tuple(query.shape)}, got {tuple(x.shape)}"
+            ) from error
+    query, key, value = (x.expand(*batch, *x.shape[-kept:]) for x in (query, key, value))
+    return query, key, value
+
+
 def _four_axes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
     """(L, D) and (B, L, D) have one head; of more than four axes all but the last three are batch."""
     leading = query.shape[:-2]
-    for name, x in (("key", key), ("value", value)):
-        kept = max(len(leading) - 1, 0) if len(leading) > 2 else len(leading)
-        check_shape(name, x, (*leading[:kept], *x.shape[kept:]), "query's leading dimensions")
     if len(leading) == 0:
         return query[None, None], key[None, None], value[None, None], attn_mask
     if len(leading) == 1:

@@ -71,7 +71,7 @@ def attention(
     key : Tensor (B, Hkv, Lk, D)
     value : Tensor (B, Hkv, Lk, Dv)
         Hq is a multiple of Hkv: query head h reads key head h // (Hq / Hkv), which is never repeated in
-        memory.
+        memory. Batches broadcast: one of size 1, or none beside a tensor of four axes, counts for all.
     attn_mask : Tensor, optional
         Broadcastable to (B, Hq, Lq, Lk), never expanded in memory. bool: True takes part. Floating: added to
         the scores, may have a gradient; -inf hides. A padding mask (B, Lk) goes in as

@@ -599,3 +599,39 @@ def test_returned_weights_can_be_changed_in_place(backend: BackendUnderTest) -> 
         key = torch.randn(1, 1, length, 4, device=backend.device)
         weights = mha_ext.attention(query, key, key, return_weights=True).weights
         weights.mul_(2)
+
+
+BATCHES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "keys for all": ((3,), (1,), (1,)),
+    "one query for all": ((1,), (3,), (3,)),
+    "value alone": ((3,), (3,), (1,)),
+    "no batch": ((), (3,), ()),
+    "two axes": ((2, 1), (1, 3), (3,)),
+}
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_batches_broadcast(any_backend: BackendUnderTest, form: str) -> None:
+    torch.manual_seed(3)
+    sizes = ((4, 3, 8), (2, 5, 8), (2, 5, 6))
+    inputs = [
+        torch.randn(*batch, *size, device=any_backend.device, requires_grad=True)
+        for batch, size in zip(BATCHES[form], sizes, strict=True)
+    ]
+    batch = torch.broadcast_shapes(*BATCHES[form])
+    expanded = [x.expand(*batch, *size) for x, size in zip(inputs, sizes, strict=True)]
+    output, expected = mha_ext.attention(*inputs), mha_ext.attention(*expanded)
+    assert output.shape == (*batch, 4, 3, 6)
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn_like(output)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_batches_without_heads_broadcast() -> None:
+    query, key = torch.randn(3, 8), torch.randn(4, 5, 8)
+    torch.testing.assert_close(
+        mha_ext.attention(query, key, key[:1]), mha_ext.attention(query.expand(4, 3, 8), key, key[:1].expand(4, 5, 8))
+    )

@@ -34,11 +34,6 @@ class Sample(NamedTuple):
     inputs: tuple[Tensor, Tensor, Tensor]
     named: dict[str, Any]
 
-    @property
-    def broadcasts(self) -> bool:
-        """Whether query lacks the batch that key has."""
-        return self.inputs[0].dim() != self.inputs[1].dim()
-
     def __str__(self) -> str:
         named = {name: tuple(x.shape) if isinstance(x, Tensor) else x for name, x in self.named.items()}
         return f"{[tuple(x.shape) for x in self.inputs]}, {named}"
@@ -106,7 +101,8 @@ def by_formula(sample: Sample, mask: Tensor | None) -> tuple[list[Tensor], float
     grad = torch.linspace(-1, 1, output.numel()).view_as(output).to(output.dtype).to(wide)
     grad_weights = grad @ value.mT * keep
     grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True))
-    gradients = [grad_scores @ key * scale, grad_scores.mT @ query * scale, (weights * keep).mT @ grad]
+    products = (grad_scores @ key * scale, grad_scores.mT @ query * scale, (weights * keep).mT @ grad)
+    gradients = [x.sum_to_size(like.shape) for x, like in zip(products, sample.inputs, strict=True)]
     if bias is not None:
         gradients.append(grad_scores.sum_to_size(bias.shape))
     return [output, *gradients], (grad_weights.abs().max() * max(query.abs().max(), key.abs().max()) * scale).item()
@@ -140,22 +136,11 @@ def check(sample: Sample, grad: bool) -> None:
 
 @pytest.mark.parametrize("grad", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_is_torchs_on_torchs_samples(
-    dtype: torch.dtype, grad: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All but those whose query has no batch, which key has: attention does not broadcast one."""
+def test_attention_is_torchs_on_torchs_samples(dtype: torch.dtype, grad: bool) -> None:
     every = samples(dtype, grad)
     for sample in every:
-        if sample.broadcasts:
-            with pytest.raises(ValueError, match="key: expected 3 dimensions as query"):
-                mha_ext.attention(*sample.inputs, **sample.named)
-        else:
-            check(sample, grad)
-    refused = sum(sample.broadcasts for sample in every)
-    with capsys.disabled():
-        print(f"\nOpInfo, {dtype}, gradients {grad}: {len(every) - refused} of {len(every)}, {refused} broadcast")
+        check(sample, grad)
     assert len(every) >= 25
-    assert refused == 8
 
 
 @pytest.mark.skipif(_extension.extension is None, reason="no extension was built")
@@ -164,8 +149,7 @@ def test_attention_is_torchs_on_torchs_samples(
 def test_torchs_function_after_activation_takes_every_sample(dtype: torch.dtype, grad: bool) -> None:
     """As attention does, or as torch itself does."""
     for sample in samples(dtype, grad):
-        left = sample.broadcasts or dtype == torch.float64
-        expected = results(sdpa if left else mha_ext.attention, sample, grad)
+        expected = results(sdpa if dtype == torch.float64 else mha_ext.attention, sample, grad)
         handle = provider.activate()
         try:
             actual = results(sdpa, sample, grad)
@@ -179,8 +163,6 @@ def test_derivatives_of_the_samples() -> None:
     """Forward mode and second derivatives too, of which torch's own attention has no forward mode."""
     done = 0
     for sample in samples(torch.float64, True):
-        if sample.broadcasts:
-            continue
         mask = sample.named.get("attn_mask")
 
         def function(*tensors: Tensor, sample: Sample = sample) -> Any:
