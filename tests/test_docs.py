@@ -23,11 +23,16 @@ def test_its_python_runs_from_top_to_bottom(page: Path) -> None:
     assert isinstance(names["out"], torch.Tensor)
 
 
+def headings(page: Path) -> set[str]:
+    """As links name them."""
+    lines = (line.lstrip("# ") for line in page.read_text().splitlines() if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", line).lower().replace(" ", "-") for line in lines}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_its_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
-    headings = {re.sub(r"[^\w\- ]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in text.splitlines()}
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, heading = target.partition("#")
-        assert not path or (page.parent / path).exists(), target
-        assert not heading or heading in headings, target
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not heading or heading in headings(linked), target
