@@ -141,6 +141,11 @@ def make_varlen_call(
         check_alike(name, x, "query", query, dtype=False)
         if x.shape[0] == 0:
             raise ValueError(f"{name}: expected B + 1 elements, of which the first is 0, got none")
+        if torch._C._functorch.is_batchedtensor(x):
+            raise ValueError(
+                f"{name}: expected the same sequences for every example of vmap, got a batch of them; pad them, and "
+                f"batch the key_lengths of mha_ext.attention"
+            )
     check_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "as cu_seqlens_q, (B + 1,)")
     # Their values only where that is free: a GPU would have to be waited for, and its kernels clamp to the tensors.
     if cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -132,7 +132,9 @@ class MultiHeadAttention(nn.Module):
             inputs = {"q_proj": (embed_dim, q_features), "k_proj": (self.kdim, k_features)}
             inputs["v_proj"] = (self.vdim, v_features)
         for name, (in_features, out_features) in inputs.items():
-            linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias, device=device, dtype=dtype)
+            linear = nn.Linear(in_features, out_features, bias=bias, device="meta", dtype=dtype)
+            for kind, parameter in list(linear.named_parameters()):
+                linear.register_parameter(kind, nn.Parameter(torch.empty_like(parameter, device=device)))
             self.add_module(name, linear)
         self.out_proj = nn.Linear(q_features, embed_dim, bias=bias, device=device, dtype=dtype)
         for name in inputs:

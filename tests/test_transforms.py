@@ -199,6 +199,15 @@ def test_vmap_along_any_axis() -> None:
     torch.testing.assert_close(batched, torch.stack([short(x, key, value) for x in many.unbind(2)], 1))
 
 
+def test_vmap_over_the_bounds_of_sequences_is_refused() -> None:
+    rows = torch.randn(5, 4, 8)
+    bounds = torch.stack((CU_SEQLENS, CU_SEQLENS))
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens_q: expected the same sequences.*batch the key_lengths of mha_ext"
+    ):
+        torch.func.vmap(lambda x: mha_ext.attention_varlen(rows, rows, rows, x, x))(bounds)
+
+
 @pytest.mark.parametrize("cross", [False, True])
 def test_an_ensemble_of_modules(cross: bool) -> None:
     modules = [MultiHeadAttention(16, 4, num_kv_heads=2) for _ in range(3)]
