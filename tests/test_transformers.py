@@ -564,6 +564,20 @@ def test_what_is_not_taken_is_refused(name: str) -> None:
         integration.attention_forward(Layer(), *random_inputs(), None, **{name: torch.zeros(1)})
 
 
+def test_a_layer_without_mask_says_whether_it_is_causal() -> None:
+    query, key, value = random_inputs()
+    layer = nn.Module()
+    with pytest.raises(
+        ValueError, match='^is_causal: expected .*, got neither from Module; attn_implementation="eager"'
+    ):
+        integration.attention_forward(layer, query, key, value, None)
+    one = query[:, :, :1]
+    output, _ = integration.attention_forward(layer, one, key, value, None)
+    torch.testing.assert_close(output, plain(one, key, value, torch.zeros(1, 7)))
+    output, _ = integration.attention_forward(layer, query, key, value, None, is_causal=False)
+    torch.testing.assert_close(output, plain(query, key, value, torch.zeros(5, 7)))
+
+
 def test_packed_sequences_with_more_than_attention_varlen_takes_are_refused() -> None:
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected a batch of one .*, got batch 2, .*; position_ids"):

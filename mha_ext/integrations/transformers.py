@@ -70,7 +70,8 @@ def attention_forward(
     Parameters
     ----------
     module : nn.Module
-        The layer: its `is_causal` counts where the argument is None, and dropout only while it is in training.
+        The layer: its `is_causal` counts where the argument is None and there is no mask, and dropout only while it
+        is in training.
     query : Tensor (B, Hq, Lq, D)
     key : Tensor (B, Hkv, Lk, D)
     value : Tensor (B, Hkv, Lk, Dv)
@@ -103,7 +104,12 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f'{name}: expected None, got {meaning}; attn_implementation="eager" takes them')
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None and attention_mask is None and query.shape[2] > 1:  # sdpa takes Splinter for a decoder
+        raise ValueError(
+            f"is_causal: expected an argument, or an attribute of the layer, where there is no mask, got neither from "
+            f'{type(module).__name__}; attn_implementation="eager" needs none'
+        )
     wants_weights = bool(output_attentions) or _weights_are_collected()
     causal = attention_mask is None and bool(is_causal)
     dropout_p = dropout if module.training else 0.0
