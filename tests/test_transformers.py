@@ -568,7 +568,7 @@ def test_a_layer_without_mask_says_whether_it_is_causal() -> None:
     query, key, value = random_inputs()
     layer = nn.Module()
     with pytest.raises(
-        ValueError, match='^is_causal: expected .*, got neither from Module; attn_implementation="eager"'
+        ValueError, match=r'^is_causal: expected .*, got neither from Module; attn_implementation="eager"'
     ):
         integration.attention_forward(layer, query, key, value, None)
     one = query[:, :, :1]
