@@ -6,10 +6,14 @@ Importing this module registers it::
     model = AutoModel.from_pretrained(name, attn_implementation="mha_ext")
     model.set_attn_implementation("mha_ext")  # or later, of a model that is there
 
-It computes what `attn_implementation="eager"` does, except that
+It computes what `attn_implementation="eager"` does, in training and in evaluation, also for models that "sdpa" does not
+take (softcap, sinks), and with `output_attentions`; except that
 
 - a query that sees no key gets output and weights 0 (eager: the mean of all values);
 - the weights of `output_attentions` are those before dropout (eager: after); in evaluation they are the same.
+
+Refused are keys chosen by index (DeepSeek V3.2), sinks that differ by query (Inkling 2), and without a mask a layer
+that does not say whether it is causal (Splinter).
 """
 
 from typing import Any
