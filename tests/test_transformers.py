@@ -17,6 +17,7 @@ import pytest
 import torch
 from accuracy import FACTOR, FLOOR
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("transformers", minversion="5.4")
@@ -291,7 +292,7 @@ def test_gradients_with_checkpointed_activations() -> None:
     assert max(largest_differences(run(model, "mha_ext", "llama", "left"), expected)) <= 1e-6
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("padding", ["none", "left"])
 def test_compiles_to_one_graph(padding: str) -> None:
     model: Any = build("llama")
     model.set_attn_implementation("mha_ext")
@@ -300,6 +301,39 @@ def test_compiles_to_one_graph(padding: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_one_graph_serves_every_length(name: str) -> None:
+    model: Any = build(name)
+    model.set_attn_implementation("mha_ext")
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for length in (9, 12, 17):
+        inputs = {"input_ids": tokens(length), "attention_mask": padding_mask("left", length), "use_cache": False}
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
+    assert counter.frame_count == 1
+
+
+def test_one_graph_serves_every_step_with_a_static_cache() -> None:
+    model: Any = build("llama")
+    model.set_attn_implementation("mha_ext")
+    torch.compiler.reset()
+    counter = CompileCounter()
+    ids, slots, logits = tokens(9), 16, []
+    for step in (model, torch.compile(model, fullgraph=True, backend=counter)):
+        cache = StaticCache(config=model.config, max_cache_len=slots)
+        with torch.no_grad():
+            model(ids[:, :6], **{PAST: cache})
+            for seen in range(6, 9):
+                mask = (torch.arange(slots) <= seen).long().expand(BATCH, slots)
+                position = torch.full((BATCH, 1), seen)
+                now = {"input_ids": ids[:, seen : seen + 1], "attention_mask": mask, "position_ids": position}
+                logits.append(step(**now, **{PAST: cache}).logits)
+    torch.testing.assert_close(logits[3:], logits[:3])
+    assert counter.frame_count == 1
+    torch.testing.assert_close(torch.cat(logits[:3], 1), model(ids, use_cache=False).logits[:, 6:])
 
 
 def test_is_chosen_when_a_model_is_loaded(tmp_path: Any) -> None:
@@ -562,6 +596,20 @@ def test_a_mask_says_everything() -> None:
 def test_what_is_not_taken_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f'^{name}: expected None, got .*; attn_implementation="eager" takes'):
         integration.attention_forward(Layer(), *random_inputs(), None, **{name: torch.zeros(1)})
+
+
+def test_a_layer_without_mask_says_whether_it_is_causal() -> None:
+    query, key, value = random_inputs()
+    layer = nn.Module()
+    with pytest.raises(
+        ValueError, match=r'^is_causal: expected .*, got neither from Module; attn_implementation="eager"'
+    ):
+        integration.attention_forward(layer, query, key, value, None)
+    one = query[:, :, :1]
+    output, _ = integration.attention_forward(layer, one, key, value, None)
+    torch.testing.assert_close(output, plain(one, key, value, torch.zeros(1, 7)))
+    output, _ = integration.attention_forward(layer, query, key, value, None, is_causal=False)
+    torch.testing.assert_close(output, plain(query, key, value, torch.zeros(5, 7)))
 
 
 def test_packed_sequences_with_more_than_attention_varlen_takes_are_refused() -> None:

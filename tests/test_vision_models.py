@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
-from mha_ext import compat
 
 SETTINGS = {"num_classes": 7}
 TORCHVISION = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
@@ -123,5 +122,5 @@ def test_converted() -> None:
     mha_ext.convert(model)
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     assert len(attentions) == 2
-    assert all(type(module) is compat.MultiheadAttention for module in attentions)
+    assert all(type(module) is mha_ext.compat.MultiheadAttention for module in attentions)
     check_same(results_of(model), before)

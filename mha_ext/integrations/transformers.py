@@ -6,10 +6,14 @@ Importing this module registers it::
     model = AutoModel.from_pretrained(name, attn_implementation="mha_ext")
     model.set_attn_implementation("mha_ext")  # or later, of a model that is there
 
-It computes what `attn_implementation="eager"` does, except that
+It computes what `attn_implementation="eager"` does, in training and in evaluation, also for models that "sdpa" does not
+take (softcap, sinks), and with `output_attentions`; except that
 
 - a query that sees no key gets output and weights 0 (eager: the mean of all values);
 - the weights of `output_attentions` are those before dropout (eager: after); in evaluation they are the same.
+
+Refused are keys chosen by index (DeepSeek V3.2), sinks that differ by query (Inkling 2), and without a mask a layer
+that does not say whether it is causal (Splinter).
 """
 
 from typing import Any
@@ -70,7 +74,8 @@ def attention_forward(
     Parameters
     ----------
     module : nn.Module
-        The layer: its `is_causal` counts where the argument is None, and dropout only while it is in training.
+        The layer: its `is_causal` counts where the argument is None and there is no mask, and dropout only while it
+        is in training.
     query : Tensor (B, Hq, Lq, D)
     key : Tensor (B, Hkv, Lk, D)
     value : Tensor (B, Hkv, Lk, Dv)
@@ -103,7 +108,12 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f'{name}: expected None, got {meaning}; attn_implementation="eager" takes them')
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None and attention_mask is None and query.shape[2] > 1:  # sdpa takes Splinter for a decoder
+        raise ValueError(
+            f"is_causal: expected an argument, or an attribute of the layer, where there is no mask, got neither from "
+            f'{type(module).__name__}; attn_implementation="eager" needs none'
+        )
     wants_weights = bool(output_attentions) or _weights_are_collected()
     causal = attention_mask is None and bool(is_causal)
     dropout_p = dropout if module.training else 0.0
