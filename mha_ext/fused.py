@@ -222,7 +222,7 @@ def unpacked(packed: Tensor, heads: int, heads_kv: int) -> tuple[Tensor, Tensor,
     batch, length, columns = packed.shape
     total = heads + 2 * heads_kv
     by_heads = packed.view(batch, length, total, columns // total).transpose(1, 2)
-    query, key, value = by_heads.split((heads, heads_kv, heads_kv), dim=1)
+    query, key, value = by_heads.split_with_sizes((heads, heads_kv, heads_kv), 1)
     return query, key, value
 
 
