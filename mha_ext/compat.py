@@ -228,19 +228,19 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         `mask` and `key_lengths` as `mha_ext.attention` takes them; `hidden` (N, S), the keys that need to be zeros.
         """
-        rule: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0, "is_causal": is_causal}
-        if key_lengths is not None:
-            rule["key_lengths"] = key_lengths
+        dropout_p = self.dropout if self.training else 0.0
         extended = self.bias_k is not None or self.add_zero_attn
         whole = query is key and key is value and self.in_proj_weight is not None
+        output: Any
         if whole and hidden is None and not (need_weights or extended):
             packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
             if packed.dim() == 2:
                 packed = packed[None]
             elif not self.batch_first:
                 packed = packed.transpose(0, 1)
-            output = functional.packed_attention(packed, self.num_heads, self.num_heads, attn_mask=mask, **rule)
-            assert isinstance(output, Tensor)
+            output = functional.packed_attention(
+                packed, self.num_heads, self.num_heads, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal
+            )
             return output, None
 
         q, k, v = self._project(query, key, value)
@@ -249,17 +249,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         if extended:
             if is_causal:
-                rule["is_causal"] = False
                 triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
                 mask = triangle if mask is None else both_masks(mask, triangle)
+                is_causal = False
             k, v, mask = self._extend(k, v, mask)
-        weights: Any = None
-        if need_weights:
-            weights = functional.masked_softmax(functional.attention_scores(q, k), mask, dtype=v.dtype, **rule)
-            if rule["dropout_p"] > 0:  # one draw for both
-                return functional.attention_output(weights, v), weights
-        output = functional.attention(q, k, v, mask, **rule)
-        assert isinstance(output, Tensor)
+        if need_weights and dropout_p > 0:  # one draw for both
+            scores = functional.attention_scores(q, k)
+            dropped: Any = functional.masked_softmax(
+                scores, mask, dropout_p, is_causal, key_lengths=key_lengths, dtype=v.dtype
+            )
+            return functional.attention_output(dropped, v), dropped
+        # Once more of the scores, so that the output does not depend on whether weights are wanted.
+        weights = functional.attention_weights(q, k, mask, is_causal, key_lengths) if need_weights else None
+        output = functional.attention(q, k, v, mask, dropout_p, is_causal, key_lengths=key_lengths)
         return output, weights
 
     def _attend_nested(
@@ -305,12 +307,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         weight, bias, width, heads = self.in_proj_weight, self.in_proj_bias, self.embed_dim, self.num_heads
         if weight is not None and key is value:
             if query is key:
-                q, k, v = self._heads(F.linear(query, weight, bias)).split(heads, 1)
+                q, k, v = self._heads(F.linear(query, weight, bias)).split_with_sizes((heads,) * 3, 1)
                 return q, k, v
             sizes = (width, 2 * width)
             biases = (None, None) if bias is None else bias.split(sizes)
             q, kv = map(F.linear, (query, key), weight.split(sizes), biases)
-            k, v = self._heads(kv).split(heads, 1)
+            k, v = self._heads(kv).split_with_sizes((heads, heads), 1)
             return self._heads(q), k, v
         weights = (
             (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.split(width)
@@ -321,7 +323,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _heads(self, x: Tensor) -> Tensor:
         """(N, L, heads D), (L, N, heads D) or (L, heads D) -> (N or 1, heads, L, D), a view."""
-        x = x.unflatten(-1, (-1, self.head_dim))
+        x = x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
         if x.dim() == 3:
             x = x[None]
         elif not self.batch_first:

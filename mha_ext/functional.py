@@ -421,6 +421,26 @@ def attention_output(weights: Tensor, value: Tensor) -> Tensor:
         return reference.attention_output(weights.to(compute), value.to(compute)).to(value.dtype)
 
 
+def attention_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, key_lengths: Tensor | None
+) -> Tensor:
+    """The weights of `attention` (B, Hq, Lq, Lk), of query and key (B, H, L, D) whose shapes and dtypes fit."""
+    if backends.parts_use_kernels(query):
+        scores = attention_scores(query, key)
+        weights = masked_softmax(scores, attn_mask, is_causal=is_causal, key_lengths=key_lengths, dtype=query.dtype)
+        assert isinstance(weights, Tensor)
+        return weights
+    batch, heads, seqlen_q, _ = query.shape
+    rule = make_score_rule(
+        (batch, heads, seqlen_q, key.shape[2]), query, attn_mask, is_causal, None, 0, key_lengths, None, None, None
+    )
+    compute = accumulate_dtype_of(query.dtype)
+    with without_autocast(query):
+        scores = reference.attention_scores(query.to(compute), key.to(compute))
+        weights = reference.visible_softmax(scores, rule.attn_mask, window=rule.window, key_lengths=rule.key_lengths)
+    return weights.to(query.dtype)
+
+
 def masked_softmax(
     scores: Tensor,
     attn_mask: Tensor | None = None,
@@ -471,17 +491,9 @@ def masked_softmax(
         (batch, heads, seqlen_q, seqlen_kv), scores, attn_mask, is_causal, window, q_offset, key_lengths,
         alibi_slopes, softcap, sinks,
     )  # fmt: skip
-    kernels = backends.parts_use_kernels(scores)
-    only_masks = rule.alibi_slopes is None and rule.softcap is None and rule.sinks is None
-    if only_masks and dropout_p == 0 and not return_lse and not kernels:
-        weights = reference.visible_softmax(
-            scores.to(compute), rule.attn_mask, window=rule.window, q_offset=rule.q_offset,
-            key_lengths=rule.key_lengths,
-        )  # fmt: skip
-        return weights.to(dtype)
     rng_state = reference.draw_rng_state(scores.device) if dropout_p > 0 else None
     result: SoftmaxResult
-    if kernels:
+    if backends.parts_use_kernels(scores):
         result = ops.masked_softmax(scores, rule, dropout_p, rng_state, dtype)
     else:
         arguments: dict[str, Any] = rule._asdict()

@@ -241,13 +241,12 @@ def visible_softmax(
     attn_mask: Tensor | None = None,
     *,
     window: tuple[int | None, int | None] | None = None,
-    q_offset: int | Tensor = 0,
     key_lengths: Tensor | None = None,
 ) -> Tensor:
     """The weights of `masked_softmax` alone, where only masks take part: by torch's softmax, in fewer steps."""
     seqlen_q, seqlen_kv = scores.shape[-2:]
     visible = visibility(
-        seqlen_q, seqlen_kv, scores.device, attn_mask, is_causal=False, window=window, q_offset=q_offset,
+        seqlen_q, seqlen_kv, scores.device, attn_mask, is_causal=False, window=window, q_offset=0,
         key_lengths=key_lengths,
     )  # fmt: skip
     if attn_mask is not None and attn_mask.dtype != torch.bool:
