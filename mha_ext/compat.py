@@ -45,6 +45,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     As in torch, and unlike `mha_ext.MultiHeadAttention`: masks say True where a key is hidden, weights are returned by
     default, and they are those after dropout.
 
+    `nn.TransformerEncoder` and its layers call this module in evaluation too, never a fused function of torch's on its
+    parameters. An encoder made of layers that have it already says that it makes no nested tensors, unless it is made
+    with `enable_nested_tensor=False`.
+
     `torch.jit.script` compiles torch's own function instead, with the differences above undone: a saved program runs
     where this package is not installed.
 
