@@ -274,7 +274,7 @@ def choose(call: AttentionCall, backend: str | None = None) -> str:
         refusal = _BY_NAME[name].refusal(call, True)
         if refusal is not None:
             raise ValueError(f"backend: {name!r} does not take this call: {refusal}")
-    if _records and not torch.compiler.is_compiling():
+    if being_explained():
         record(_explanation(call, name))
     if name is not None:
         return name
@@ -318,7 +318,11 @@ class Explanations(list[Explanation]):
 
     def __str__(self) -> str:
         if not self:
-            return "no call of mha_ext was made (a compiled model decides while it is traced: explain the model itself)"
+            return (
+                "no call of mha_ext was made. What brings it in: mha_ext.convert (nn.MultiheadAttention and encoders), "
+                '"MHA_EXT" activated (scaled_dot_product_attention), or attn_implementation="mha_ext" (transformers). '
+                "A compiled model decides while it is traced: explain the model itself"
+            )
         texts = [str(explanation) for explanation in self]
         parts = []
         for text in dict.fromkeys(texts):
@@ -328,6 +332,11 @@ class Explanations(list[Explanation]):
 
 
 _records: list[Explanations] = []  # of the runs that are being explained
+
+
+def being_explained() -> bool:
+    """Whether a run is."""
+    return bool(_records) and not torch.compiler.is_compiling()
 
 
 def record(explanation: Explanation) -> None:
@@ -358,7 +367,7 @@ def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanatio
 
     Of a module or a function, followed by its arguments: it is run once, as it is, and every attention call is
     explained that it makes through this package, be it by `mha_ext.MultiHeadAttention`, `mha_ext.compat`, the
-    integrations or torch's function while "MHA_EXT" is active.
+    integrations or torch's function while "MHA_EXT" is active. What it raises is raised here.
 
     Returns
     -------

@@ -40,6 +40,12 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> Non
         raise ValueError(f"{name}: expected shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
+def check_width(name: str, x: Tensor, width: int) -> None:
+    """So many features in the last dimension."""
+    if x.shape[-1] != width:
+        raise ValueError(f"{name}: expected {width} features (last dimension), got shape {tuple(x.shape)}")
+
+
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
     """On the same device as another argument, and of its dtype."""
     if x.device != other.device:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from . import functional, nested
 from .autocast import autocasts
 from .call import from_heads
-from .checks import FLOATING, check_alike, check_int, check_real, check_shape, check_tensor
+from .checks import FLOATING, check_alike, check_int, check_real, check_shape, check_tensor, check_width
 from .masks import both_masks, hidden_by
 
 __all__ = ["MultiheadAttention"]
@@ -34,7 +34,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     - One path. Without dropout the output is bit for bit the same in training and evaluation, with and without
       `need_weights`, and up to rounding the same with and without gradients.
     - A query that sees no key gets weights 0 and `out_proj`'s bias, not NaN.
-    - What `key_padding_mask` hides changes nothing, be it NaN.
+    - What `key_padding_mask` hides changes no output and no gradient of another input, be it NaN. (The gradients of the
+      projections' weights see every row of their input.)
     - `out_proj` is called as a module: hooks, pruning, parametrisations and replacements of it take effect.
     - `is_causal` is a rule, not a hint: query i sees the keys j <= i that the masks show it, with or without
       `attn_mask` (which torch demands, and then may ignore).
@@ -257,14 +258,12 @@ class MultiheadAttention(nn.MultiheadAttention):
                 mask = triangle if mask is None else both_masks(mask, triangle)
                 is_causal = False
             k, v, mask = self._extend(k, v, mask)
-        if need_weights and dropout_p > 0:  # one draw for both
-            scores = functional.attention_scores(q, k)
-            dropped: Any = functional.masked_softmax(
-                scores, mask, dropout_p, is_causal, key_lengths=key_lengths, dtype=v.dtype
-            )
-            return functional.attention_output(dropped, v), dropped
-        # Once more of the scores, so that the output does not depend on whether weights are wanted.
-        weights = functional.attention_weights(q, k, mask, is_causal, key_lengths) if need_weights else None
+        weights = None
+        if need_weights:
+            weights = functional.attention_weights(q, k, mask, dropout_p, is_causal, key_lengths)
+            if dropout_p > 0:  # one draw for both
+                return functional.attention_output(weights, v), weights
+        # Once more of the scores: faster than a product with weights in memory, and the same with and without them.
         output = functional.attention(q, k, v, mask, dropout_p, is_causal, key_lengths=key_lengths)
         return output, weights
 
@@ -390,13 +389,13 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Shapes, dtypes and devices of what the projections read."""
         check_tensor("query", query, dims=(2, 3))
-        _check_width("query", query, self.embed_dim)
+        check_width("query", query, self.embed_dim)
         weight = self.in_proj_weight
         if key is not query or value is not query or weight is None:
             batch = slice(0, 0) if query.dim() == 2 else slice(0, 1) if self.batch_first else slice(1, 2)
             for name, x, width in (("key", key, self.kdim), ("value", value, self.vdim)):
                 check_tensor(name, x, dims=(query.dim(),))
-                _check_width(name, x, width)
+                check_width(name, x, width)
                 if x.shape[batch] != query.shape[batch]:
                     raise ValueError(f"{name}: expected the batch of query {tuple(query.shape)}, got {tuple(x.shape)}")
                 check_alike(name, x, "query", query, dtype=not autocasts(query))
@@ -429,8 +428,3 @@ def _padded(x: Tensor, offsets: Tensor) -> Tensor:
     """(N, longest, E); by itself torch pads to the total length where it does not know the longest."""
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
     return torch.nested.to_padded_tensor(x, 0.0, (len(offsets) - 1, longest, x.shape[-1]))
-
-
-def _check_width(name: str, x: Tensor, width: int) -> None:
-    if x.shape[-1] != width:
-        raise ValueError(f"{name}: expected {width} features (last dimension), got shape {tuple(x.shape)}")

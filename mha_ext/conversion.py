@@ -38,7 +38,7 @@ def convert(model: nn.Module) -> Conversion:
     ----------
     model : nn.Module
         Also an `nn.MultiheadAttention` itself. Convert before `torch.jit.script` and before sharding (`fully_shard`),
-        and after adapters that ask for an `nn.MultiheadAttention` of packed weights, such as peft's.
+        and after what asks for an `nn.MultiheadAttention` itself: peft's adapters, `torch.ao.quantization.prepare`.
 
     Returns
     -------

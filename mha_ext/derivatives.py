@@ -30,11 +30,9 @@ def _keep_attention(on_cpu: bool) -> Callable[..., None]:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         query, key, value, attn_mask, key_lengths, q_offsets, alibi_slopes, sinks, rng_state, *rest = inputs
         cu_seqlens_q, cu_seqlens_k, q_offset, left, right, softcap, dropout_p, scale, tf32, for_backward, stats = rest
+        ctx.kept = for_backward
         if not for_backward:
-            raise RuntimeError(
-                "mha_ext: this graph was exported or traced without gradients, and keeps nothing for a backward; "
-                "trace it with gradients enabled and a parameter or input that requires one"
-            )
+            return
         rule = _rule(attn_mask, key_lengths, q_offsets, alibi_slopes, sinks, q_offset, left, right, softcap)
         sequences = None if cu_seqlens_q is None else Sequences(cu_seqlens_q, cu_seqlens_k)
         settings = fused.Settings(dropout_p, scale, tf32, stats, on_cpu)
@@ -44,6 +42,11 @@ def _keep_attention(on_cpu: bool) -> Callable[..., None]:
 
 
 def _attention_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    if not ctx.kept:
+        raise RuntimeError(
+            "mha_ext: this graph was exported or traced without gradients, and keeps nothing for a backward; "
+            "trace it with gradients enabled and a parameter or input that requires one"
+        )
     needs = ctx.needs_input_grad
     gradients = fused.gradients(ctx, 3, fused.first_three, False, (*needs[:4], needs[6], needs[7]), grads)
     query, key, value, mask, slopes, sinks = gradients

@@ -422,12 +422,20 @@ def attention_output(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def attention_weights(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, key_lengths: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    key_lengths: Tensor | None,
 ) -> Tensor:
-    """The weights of `attention` (B, Hq, Lq, Lk), of query and key (B, H, L, D) whose shapes and dtypes fit."""
-    if backends.parts_use_kernels(query):
+    """The weights of `attention` (B, Hq, Lq, Lk) after dropout, of query and key whose shapes and dtypes fit."""
+    if backends.being_explained():  # as the call that this is a part of
+        call = make_call(query, key, key, attn_mask, is_causal=is_causal, key_lengths=key_lengths, return_weights=True)
+        backends.choose(call)
+    if dropout_p > 0 or backends.parts_use_kernels(query):
         scores = attention_scores(query, key)
-        weights = masked_softmax(scores, attn_mask, is_causal=is_causal, key_lengths=key_lengths, dtype=query.dtype)
+        weights = masked_softmax(scores, attn_mask, dropout_p, is_causal, key_lengths=key_lengths, dtype=query.dtype)
         assert isinstance(weights, Tensor)
         return weights
     batch, heads, seqlen_q, _ = query.shape

@@ -26,7 +26,7 @@ from .ops import (
 )
 from .reference import AttentionResult
 from .score_rule import ScoreRule
-from .transforms import backward_in_plain_pytorch
+from .transforms import backward_in_plain_pytorch, is_traced
 
 __all__ = ["attention", "attention_packed", "unpacked", "wants_grad"]
 
@@ -330,8 +330,9 @@ def attention(
 ) -> AttentionResult:
     """`reference.attention` without weights, by one kernel forward and a few backward."""
     rng_state, settings = _settings(query, dropout_p, scale, return_stats, on_cpu)
-    if not wants_grad(query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks):
-        return _result(_forward(query, key, value, rule, rng_state, sequences, settings, False))
+    differentiable = wants_grad(query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks)
+    if not differentiable or is_traced():
+        return _result(_forward(query, key, value, rule, rng_state, sequences, settings, is_traced()))
     return _result(
         _apply(
             query, key, value, rule.attn_mask, rule.alibi_slopes, rule.sinks, rule, rng_state, sequences, settings
@@ -352,9 +353,10 @@ def attention_packed(
 ) -> AttentionResult:
     """`attention` of the parts of a packed projection (B, L, (Hq + 2 Hkv) D), read and differentiated in place."""
     rng_state, settings = _settings(packed, dropout_p, scale, return_stats, on_cpu)
-    if not wants_grad(packed, rule.attn_mask, rule.alibi_slopes, rule.sinks):
+    differentiable = wants_grad(packed, rule.attn_mask, rule.alibi_slopes, rule.sinks)
+    if not differentiable or is_traced():
         query, key, value = unpacked(packed, heads, heads_kv)
-        return _result(_forward(query, key, value, rule, rng_state, None, settings, False))
+        return _result(_forward(query, key, value, rule, rng_state, None, settings, is_traced()))
     return _result(
         _apply_packed(
             packed, rule.attn_mask, rule.alibi_slopes, rule.sinks, heads, heads_kv, rule, rng_state, settings

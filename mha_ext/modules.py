@@ -10,7 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from . import functional
 from .autocast import autocasts
-from .checks import FLOATING, check_alike, check_bool, check_int, check_real, check_shape, check_tensor
+from .checks import FLOATING, check_alike, check_bool, check_int, check_real, check_shape, check_tensor, check_width
 from .masks import both_masks, hidden_by
 from .pruning import prune_heads
 from .state_dicts import adopt_known_layout, torch_state_dict
@@ -281,6 +281,10 @@ class MultiHeadAttention(nn.Module):
         }
         if self.packed and query is key and key is value and (attn_mask is None or key_mask is None):
             packed: Tensor = self.qkv_proj(query)
+            if packed.shape[-1] != sum(self.projection_sizes):
+                raise ValueError(
+                    f"qkv_proj: expected {sum(self.projection_sizes)} features, got an output of {tuple(packed.shape)}"
+                )
             packed = packed if batched else packed[None]
             result = functional.packed_attention(packed, self.num_heads, self.num_kv_heads, **arguments)
         else:
@@ -326,25 +330,21 @@ class MultiHeadAttention(nn.Module):
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Shapes, dtypes and devices of what the projections read."""
         mixed = isinstance(query, Tensor) and autocasts(query)
-        self._check_width("query", query, self.embed_dim)
+        check_tensor("query", query, dims=(2, 3))
+        check_width("query", query, self.embed_dim)
         projection = self.qkv_proj if self.packed else self.q_proj
         if not mixed and _is_bare_linear(projection) and projection.weight.dtype != query.dtype:
             raise ValueError(f"query: expected dtype {projection.weight.dtype} as the parameters, got {query.dtype}")
         if self.packed and query is key and key is value:
             return
         for name, x, width in (("key", key, self.kdim), ("value", value, self.vdim)):
-            self._check_width(name, x, width)
+            check_tensor(name, x, dims=(2, 3))
+            check_width(name, x, width)
             if x.dim() != query.dim() or x.shape[:-2] != query.shape[:-2]:
                 raise ValueError(f"{name}: expected the batch of query {tuple(query.shape)}, got {tuple(x.shape)}")
             check_alike(name, x, "query", query, dtype=not mixed)
         if key.shape[-2] != value.shape[-2]:
             raise ValueError(f"value: expected the length of key {tuple(key.shape)}, got {tuple(value.shape)}")
-
-    @staticmethod
-    def _check_width(name: str, x: Tensor, width: int) -> None:
-        check_tensor(name, x, dims=(2, 3))
-        if x.shape[-1] != width:
-            raise ValueError(f"{name}: expected {width} features (last dimension), got shape {tuple(x.shape)}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """(..., L, features) each, as views of as few products as possible."""

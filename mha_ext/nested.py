@@ -47,7 +47,10 @@ def as_jagged(name: str, x: Any, layout: torch.layout) -> Any:
         raise TypeError(f"{name}: expected a nested tensor of layout {layout} as query, got {_kind(x)}")
     if layout == torch.jagged:
         return x
-    return torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)
+    sequences = list(x.unbind())
+    if not sequences:
+        raise ValueError(f"{name}: expected at least one sequence in a nested tensor of layout {layout}, got none")
+    return torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
 
 
 def jagged(x: Tensor, offsets: Tensor, dims: int) -> Tensor:

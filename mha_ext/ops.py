@@ -18,7 +18,7 @@ from . import (
 from .autocast import without_autocast
 from .reference import SoftmaxResult, accumulate_dtype_of
 from .score_rule import ScoreRule
-from .transforms import active_transform, backward_in_plain_pytorch
+from .transforms import active_transform, backward_in_plain_pytorch, is_traced
 
 __all__ = ["attention_output", "attention_scores", "masked_softmax", "qkv_split"]
 
@@ -31,7 +31,7 @@ def graph_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def call(operator: Callable[..., Any], *arguments: Any) -> Any:
     """The operator below autograd: who calls it has a derivative of its own, and `derivatives` is for others."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced():
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)

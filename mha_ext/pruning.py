@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .checks import check_int
+from .checks import check_int, describe
 
 if TYPE_CHECKING:
     from .modules import MultiHeadAttention
@@ -18,6 +18,8 @@ GATES = "head_gates of 0 switch heads off without removing them"
 def prune_heads(module: "MultiHeadAttention", heads: Iterable[int]) -> None:
     """`MultiHeadAttention.prune_heads`; nothing is changed before everything is checked."""
     num_heads, head_dim = module.num_heads, module.head_dim
+    if isinstance(heads, Tensor) or not isinstance(heads, Iterable):
+        raise TypeError(f"heads: expected an iterable of ints, got {describe(heads)}")
     removed = {check_int("heads", head, low=0, high=num_heads - 1) for head in heads}
     kept = [head for head in range(num_heads) if head not in removed]
     if not removed:
@@ -54,12 +56,12 @@ def prune_heads(module: "MultiHeadAttention", heads: Iterable[int]) -> None:
 
 
 def _bare_linear(name: str, linear: nn.Module) -> nn.Linear:
-    """A layer whose weight is a parameter of its own, which can be replaced by a smaller one."""
-    if type(linear) is not nn.Linear or "weight" not in linear._parameters:
-        came = type(linear).__name__ if type(linear) is not nn.Linear else "one whose weight is computed (pruned?)"
+    """A layer with parameters of its own, which can be replaced by smaller ones."""
+    if type(linear) is not nn.Linear or not {"weight", "bias"} <= linear._parameters.keys():
+        came = type(linear).__name__ if type(linear) is not nn.Linear else "one whose parameters are computed (pruned?)"
         raise ValueError(
-            f"{name}: expected an nn.Linear with a weight of its own, got {came}; remove heads before wrapping it, or "
-            f"leave them: {GATES}"
+            f"{name}: expected an nn.Linear with parameters of its own, got {came}; remove heads before wrapping, "
+            f"or leave them: {GATES}"
         )
     return linear
 

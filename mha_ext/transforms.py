@@ -19,3 +19,8 @@ def backward_in_plain_pytorch() -> bool:
     A transform need not have been there in the forward: gradients may be batched, or have tangents, alone.
     """
     return torch.is_grad_enabled() or active_transform() is not None
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace is at work: it keeps operators, for a backward too, and no Python around them."""
+    return torch._C._get_tracing_state() is not None

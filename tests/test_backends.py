@@ -313,3 +313,12 @@ def test_runs_within_runs_and_runs_that_fail_are_explained(query: torch.Tensor) 
         backends.explain(lambda: mha_ext.attention(*[query.to("meta")] * 3, backend="unfused"))
     assert backends.undecided(None)
     assert "no call of mha_ext" in str(backends.explain(torch.nn.Linear(4, 4), query))
+
+
+def test_calls_that_return_weights_are_explained_too() -> None:
+    x = torch.randn(2, 4, 8)
+    for training in (True, False):
+        mha = mha_ext.compat.MultiheadAttention(8, 2, dropout=0.1, batch_first=True).train(training)
+        calls = [call.backend for call in backends.explain(mha, x, x, x)]
+        assert calls[0] == "reference"
+        assert len(calls) == (1 if training else 2)  # in training one draw makes both weights and output

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mha_ext
 from mha_ext import MultiHeadAttention
 from mha_ext._extension import extension
+from mha_ext.compat import MultiheadAttention
 
 
 def inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 5) -> list[Tensor]:
@@ -293,8 +294,10 @@ def test_a_program_exported_without_gradients_says_so() -> None:
     with torch.no_grad():
         program = torch.export.export(mha, (x,)).module()
         torch.testing.assert_close(program(x), mha(x))
+    output = program(x)
+    torch.testing.assert_close(output, mha(x))
     with pytest.raises(RuntimeError, match="exported or traced without gradients"):
-        program(x)
+        output.sum().backward()
 
 
 @pytest.mark.slow
@@ -483,3 +486,20 @@ def test_the_operators_of_a_backward_say_that_they_have_no_derivative(
     output = getattr(torch.ops.mha_ext, name)(*OPERATORS[name](x))[0]
     with pytest.raises(RuntimeError, match="have no derivative"):
         output.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [MultiHeadAttention, MultiheadAttention])
+def test_a_traced_module_can_be_trained(kind: type[torch.nn.Module], training: bool) -> None:
+    module = kind(16, 4).train(training)
+    inputs = [torch.randn(2, 6, 16)] * (1 if kind is MultiHeadAttention else 3)
+    others = [torch.randn(2, 6, 16)] * len(inputs)
+
+    def run(function: Any) -> tuple[Tensor, ...]:
+        output = function(*others)
+        output = output if isinstance(output, Tensor) else output[0]
+        return output, *torch.autograd.grad(output.square().sum(), list(module.parameters()))
+
+    for traced, eager in zip(run(torch.jit.trace(module, inputs)), run(module), strict=True):
+        torch.testing.assert_close(traced, eager)

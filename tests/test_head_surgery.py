@@ -111,6 +111,9 @@ def test_what_cannot_be_removed_is_refused_and_nothing_is_changed() -> None:
             module.prune_heads(heads)
     with pytest.raises(TypeError, match="heads: expected an int, got True"):
         module.prune_heads([True])
+    for heads in (1, None, torch.tensor([0])):
+        with pytest.raises(TypeError, match="heads: expected an iterable of ints, got"):
+            module.prune_heads(heads)
     module.prune_heads([])
     assert torch.equal(module(x), expected)
 
@@ -123,13 +126,14 @@ def test_wrapped_projections_are_not_cut(name: str) -> None:
     wrappings: dict[str, Any] = {
         "Sequential": replaced,
         "ParametrizedLinear": lambda module: parametrizations.weight_norm(getattr(module, name)),
-        "weight is computed": lambda module: prune.l1_unstructured(getattr(module, name), "weight", 0.5),
+        "parameters are computed": lambda module: prune.l1_unstructured(getattr(module, name), "weight", 0.5),
+        "are computed": lambda module: prune.l1_unstructured(getattr(module, name), "bias", 0.5),
     }
     for came, wrap in wrappings.items():
         module, (x, _, _) = module_and_inputs()
         wrap(module)
         expected = module(x)
-        with pytest.raises(ValueError, match=f"{name}: expected an nn.Linear with a weight of its own, got .*{came}"):
+        with pytest.raises(ValueError, match=f"{name}: expected an nn.Linear with parameters of its own, got .*{came}"):
             module.prune_heads([0])
         assert module.num_heads == 6
         assert torch.equal(module(x), expected)
@@ -149,3 +153,10 @@ def test_gates_that_do_not_fit_are_refused() -> None:
         module(x, head_gates=torch.ones(6, dtype=torch.bool))
     with pytest.raises(ValueError, match="head_gates: expected 1 dimensions"):
         module(x[0], head_gates=torch.ones(1, 6))
+
+
+def test_a_replaced_projection_of_another_width_is_named() -> None:
+    module, (x, _, _) = module_and_inputs()
+    module.qkv_proj = nn.Linear(24, 24).double()
+    with pytest.raises(ValueError, match=r"qkv_proj: expected 72 features, got an output of \(2, 3, 24\)"):
+        module(x)

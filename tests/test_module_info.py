@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from mha_ext.compat import MultiheadAttention
@@ -19,6 +20,8 @@ from mha_ext.compat import MultiheadAttention
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_utils import freeze_rng_state
+
+settings.load_profile("mha_ext")  # these imports have put torch's in force
 
 INFO = next(info for info in module_db if info.module_cls is nn.MultiheadAttention)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accuracy import FLOOR, assert_accurate
+from hypothesis import settings
 from oracle import to_array
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,6 +45,8 @@ def op_info() -> Any:
     if not os.environ.get("CI"):
         pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
     from torch.testing._internal.common_methods_invocations import op_db
+
+    settings.load_profile("mha_ext")  # that import has put torch's in force
 
     (found,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
     return found

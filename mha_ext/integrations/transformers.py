@@ -91,7 +91,8 @@ def attention_forward(
     position_bias : Tensor, optional
         Added to the scores, broadcastable to (B, Hq, Lq, Lk); may have a gradient.
     output_attentions : bool, optional
-        Return the weights as well. Also where the layer does not pass it on but the model was asked for them.
+        Return the weights as well. Also where the layer does not pass it on but the model was asked for them, unless
+        it is compiled: then such models (GPT-2) return none.
     cu_seq_lens_q, cu_seq_lens_k : int tensor, optional
         Where packed sequences begin and end, of a batch of one without a mask.
 
