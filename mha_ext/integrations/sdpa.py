@@ -21,8 +21,8 @@ Results mean what they mean in torch (`is_causal` counts from the first key, a q
 - dropout has other draws: those of `mha_ext.attention`, from the state of the same generator;
 - gradients are bitwise repeatable;
 - the output lies in memory as query does, also where torch's plain PyTorch would make it contiguous;
-- graphs hold `mha_ext::attention_forward` (`_cpu`), which FLOP counters and lists of operators to be saved do not know,
-  and exported ones `aten::scaled_dot_product_attention`, which `run_decompositions()` then leaves as it is;
+- graphs hold `mha_ext::attention_forward` (`_cpu`), which lists of operators to be saved do not name, and exported ones
+  `aten::scaled_dot_product_attention`, which `run_decompositions()` then leaves as it is;
 - a compiled function keeps the attention that it was compiled with: activate first.
 
 Activate before other threads call the function, as with every change of torch's dispatch.
