@@ -20,7 +20,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     It is a subclass, so that parameters, their names, their first values and the random numbers spent on them are
     torch's. `mha_ext.convert` turns the ones in a model into this. New code does better with
-    `mha_ext.MultiHeadAttention`, which has grouped heads, windows and caches.
+    `mha_ext.MultiHeadAttention`, which has grouped heads, windows and gates.
 
     Parameters
     ----------
