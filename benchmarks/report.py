@@ -62,7 +62,6 @@ def environment_of(device: torch.device, command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "onnxruntime": version_of("onnxruntime"),
         "mha_ext": mha_ext.__version__,
-        "mha_ext_at": str(Path(mha_ext.__file__).parent),
         "build": build_info,
         "backends": mha_ext.backends.available(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

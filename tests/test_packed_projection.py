@@ -4,25 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from operators import Operators
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
 from mha_ext import MultiHeadAttention
-
-
-class Operators(TorchDispatchMode):
-    """Names of the operators that run, in order; views are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def module_and_input(

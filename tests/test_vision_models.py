@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accuracy import FACTOR, FLOOR
+from operators import Operators
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
 
@@ -50,18 +50,6 @@ def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     return logits.detach(), {key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None}
 
 
-class Operators(TorchDispatchMode):
-    """The names of those that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 class Results(NamedTuple):
     float32: tuple[Tensor, dict[str, Tensor]]
     bfloat16: tuple[Tensor, dict[str, Tensor]]
@@ -76,7 +64,7 @@ def results_of(model: nn.Module) -> Results:
     model.train()
     with Operators() as operators:
         float32 = run(model)
-    kernels = sum(name.startswith("mha_ext.attention_forward") for name in operators.names)
+    kernels = sum(name.startswith("mha_ext::attention_forward") for name in operators.names)
     return Results(float32, run(copy.deepcopy(model).bfloat16()), inference, kernels)
 
 
